@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 #: Of so many requests that were not answered, the newest, the suspects are chosen.
 _MAX_UNANSWERED = 2000
 #: What each of the requests asks for is looked at for so long at most, in seconds.
-_LOOK_SECS = 1.0
+LOOK_SECS = 1.0
 #: Of a request's line, with its prompt, and of a process's log.
 _MAX_LINE = _MAX_LOG = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
@@ -123,7 +123,7 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int, begun: C
         unanswered = _unanswered(folder.path / REQUESTS, begun if first is not None and first.is_rank else ())
     # Of a large batch any may be the one.
     candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
-    deadline = time.monotonic() + _LOOK_SECS
+    deadline = time.monotonic() + LOOK_SECS
     asked, aborted = dict[str, Asked](), set[str]()
     # Not all at once in memory: their prompts may be long.
     for rid, fields in _fields_of([one.rid for one in candidates], folder.path / REQUESTS, deadline):

@@ -46,6 +46,7 @@ SPOOL = ".spool-"
 
 #: Where a process has these in the folder.
 _PIECES: dict[EvidenceKind, str] = {"stack": "stacks/*-{}.txt", "exception": "ranks/*-{}.exception.json"}
+_WORDS = "The crash handler was killed before it was done."
 #: The owner of a folder may be about to lock it for so long, and where there are no locks it is done after so long, in
 #: seconds.
 AGE_SECS, _AGE_WITHOUT_LOCKS_SECS = 10.0, 300.0
@@ -252,10 +253,14 @@ def _mark_incomplete(incident: Incident, folder: Path) -> None:
             process.evidence.append(Evidence(kind, "captured" if name else "failed", name, None if name else REASON))
     if incident.requests.path is None:
         incident.requests.reason = REASON
-    incident.remarks.append("The crash handler was killed before it was done.")
-    incident.verdict = judge(incident, folder)
-    if incident.failures or incident.peers:
+    incident.remarks.append(_WORDS)
+    if incident.verdict is None or incident.failures or incident.peers:
+        incident.verdict = judge(incident, folder)
         incident.cause = explain(incident, folder)
+    else:
+        # What came in since the log was judged changes nothing.
+        incident.verdict.text = f"{incident.verdict.text} {_WORDS}".strip()
+        incident.verdict.basis.append(_WORDS)
     incident.note(time.time(), "finished_by_another_handler")
 
 

@@ -79,7 +79,7 @@ def test_a_request_with_a_unique_parameter_comes_first(tmp_path: Path, others: i
 def test_requests_are_compared_where_all_are_read_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secs: float, is_compared: bool
 ) -> None:
-    monkeypatch.setattr(conclusion, "_LOOK_SECS", secs)
+    monkeypatch.setattr(conclusion, "LOOK_SECS", secs)
     assert (finish(tmp_path, WITH_ODD).suspects[0].rid == "odd") is is_compared
 
 
