@@ -41,6 +41,8 @@ class Event(str, Enum):
     FAILED = "failed"
     #: The main process saves its requests because it is about to end.
     DUMPED = "dumped"
+    #: A process of it raised an exception that SGLang caught, and serves on.
+    CAUGHT = "caught"
     #: A watchdog of upstream's timed out that ends the server.
     TIMED_OUT = "timed_out"
     #: A process makes no progress, or a watchdog that ends nothing says so.

@@ -42,7 +42,7 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "steps": {"modes": (dict,)},
     "log": {},
     "environment": {"ready": (bool,)},
-    "exception": {"message": (str,), "record": (str,), "gpu": (str,), "soft": (bool,)},
+    "exception": {"message": (str,), "record": (str,), "gpu": (str,), "soft": (bool,), "caught": (bool,)},
     "thread_died": {"message": (str,), "record": (str,), "thread": (str,)},
     "watchdog_timeout": {"name": (str,), "silent_secs": _NUMBER, "soft": (bool,)},
     "launch_failed": _TOLD,

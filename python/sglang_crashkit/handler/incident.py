@@ -420,19 +420,24 @@ class IncidentRun:
             )
         )
 
-    def add_exception(self, process: TrackedProcess, seconds: float, message: str, record: Path | None) -> None:
-        """Take in an exception, in one line, and the record that the process wrote; once finished, it is noted only."""
+    def add_exception(
+        self, process: TrackedProcess, seconds: float, message: str, record: Path | None, *, caught: bool
+    ) -> None:
+        """Take in an exception, in one line, and the record that the process wrote; once finished, it is noted only.
+
+        One that SGLang `caught` ends nothing.
+        """
         report = self.report(process)
         # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
         message = message.encode(errors="backslashreplace").decode()
-        self.note(seconds, "exception", pid=process.pid, title=process.title, message=message)
+        self.note(seconds, "exception", pid=process.pid, title=process.title, message=message, caught=caught or None)
         if self.finished:
             # The record would stay where it is, and be taken for a crash of its own.
             if record is not None:
                 process_evidence.adopt_record(record, report, self.folder)
             self.checkpoint()
             return
-        self.incident.failures.append(FailureEvent(process.pid, seconds, "exception", message))
+        self.incident.failures.append(FailureEvent(process.pid, seconds, "exception", message, caught=caught))
         if record is None:
             report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
         else:

@@ -212,6 +212,7 @@ class CrashHandler:
             sender.role,
             matters=sender.matters,
             soft=fields.get("soft") is True,
+            caught=fields.get("caught") is True,
             unhealthy=fields.get("unhealthy") is True,
             silent=may_be_silent and bool(self.session.received.heartbeats.silent(SILENT_SECS)),
         )

@@ -176,7 +176,11 @@ class Session:
                 "note": lambda: self._note(run, action.words, subject),
                 "add_exit": lambda: run.add_exit(process),
                 "add_exception": lambda: run.add_exception(
-                    process, seconds, fields.get("message", ""), self._place.record_of(record)
+                    process,
+                    seconds,
+                    fields.get("message", ""),
+                    self._place.record_of(record),
+                    caught=fields.get("caught") is True,
                 ),
                 "add_dead_thread": lambda: self._add_dead_thread(run, subject),
                 "add_hang": lambda: run.add_hang(process, seconds, fields),

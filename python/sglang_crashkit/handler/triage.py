@@ -72,6 +72,7 @@ class Seen:
     is_foreign: bool = False  # it is of another server that this one started
     others_serve: bool = True  # processes of this server are alive whose end was not announced
     soft: bool = False  # the watchdog ends nothing; the exception only ends a process, such as ``SystemExit``
+    caught: bool = False  # SGLang caught the exception, and serves on
     unhealthy: bool = False  # the server's health check failed
     silent: bool = False  # a scheduler gave no sign for a while
     tree_of: int = 0  # the process whose tree is ended
@@ -254,12 +255,14 @@ class Triage:
             self._add("drop_record")
             self._add("answer_captured")
             return
-        self._make_room()
+        # Ranks that catch it together are one incident.
+        if not seen.caught or (self.stage is not None and self.stage.finished):
+            self._make_room()
         stage = self.stage or self._open("exception", "exception", seen, now)
         if not self.is_ending:
             stage.soft_until = None
         is_replaced = seen.role == _WORKER
-        event = Event.WORKER_DIED if is_replaced else Event.RAISED
+        event = Event.CAUGHT if seen.caught else Event.WORKER_DIED if is_replaced else Event.RAISED
         self._apply(stage, event)
         self._add("add_exception")
         # Its dump, which follows, belongs to it.

@@ -416,7 +416,8 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
         if _is_of_collectives(event.message) and not _OF_SYSTEM.search(event.message, 0, _MAX_LOOKED):
             # Nothing of this server was seen to fail before: with several nodes, it was another node's.
             return f"{name} lost the connection to a peer: it raised {event.message}.", "lost_peer", "supported"
-        return f"{name} raised {event.message}.", "exception", "established"
+        caught = ", which SGLang caught; it serves on" if event.caught else ""
+        return f"{name} raised {event.message}{caught}.", "exception", "established"
     end = process.exit if process else None
     if end is None or end.cause == "unknown":
         return f"{name} ended; it is not known how.", "unknown", "supported"

@@ -247,6 +247,7 @@ class FailureEvent(msgspec.Struct, frozen=True):
     kind: Literal["exit", "exception", "thread", "hang"]  # ``thread``: one of its threads ended by an exception
     message: str = ""  # the exception, or what the watchdog saw, in one line; empty for an exit
     fatal_signal: bool = False  # the exit was by a signal of `exit_status.FATAL_SIGNALS`
+    caught: bool = False  # SGLang caught the exception, and the process serves on
     before_capture: bool = True  # it was seen before the server's own clean-up could begin
     with_parent: bool = False  # the exit came of the end of the process that had started it
     is_answer: bool = False  # the main process ended with a status that reports the crash of another process

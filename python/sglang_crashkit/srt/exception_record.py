@@ -42,7 +42,8 @@ _TEXTS = ("text", "input_text", "origin_input_text")
 #: it; and where it has that which it decodes.
 _AT_WORK, _LOCAL, _DECODED = ("cur_batch", "cur_batch_for_debug"), "batch", "running_batch"
 
-#: Threads that end in the same way are told of once in this time, in seconds; and so many ways in a process.
+#: Threads that end in the same way, and exceptions that SGLang catches, are told of once in this time, in seconds; and
+#: so many ways in a process.
 _AGAIN_SECS, _MAX_WAYS = 60.0, 32
 _MAX_NAME = 120
 
@@ -91,6 +92,17 @@ def tell_exception(gpu: str | None = None) -> None:
 
 
 @never_raises
+def tell_caught(gpu: str | None = None) -> None:
+    """Write down the exception being handled, after which SGLang serves on, and tell of it; wait for nothing.
+
+    One that comes again and again is told once a minute. `gpu` is as of `tell_exception`.
+    """
+    error = sys.exc_info()[1]
+    if error is not None and _lately.is_news((type(error), *_places(error.__traceback__))):
+        _notify_of(error, "exception", "caught_exception", gpu=gpu, caught=True)
+
+
+@never_raises
 def watch_threads(*, of_all: bool) -> None:
     """Tell the crash handler of each thread that an exception ends; of a user's program only those of SGLang's code."""
     previous = threading.excepthook
@@ -110,13 +122,22 @@ def _tell_of_thread(args: threading.ExceptHookArgs, of_all: bool) -> None:
     # A thread ends itself by SystemExit; as the interpreter ends, what a thread uses is taken from it.
     if error is None or isinstance(error, SystemExit) or sys.is_finalizing():
         return
-    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(args.exc_traceback)]
+    places = _places(args.exc_traceback)
     is_sglangs = any("/sglang/" in place for place in places)
     if (of_all or is_sglangs) and threading.main_thread().is_alive() and _lately.is_news((type(error), *places)):
         name = args.thread.name if args.thread is not None else ""
-        told = write_record(error, f"thread_exception-{next(_numbers)}")
-        if not notify("thread_died", thread=name[:_MAX_NAME], **told) and told["record"] is not None:
-            Path(told["record"]).unlink(missing_ok=True)
+        _notify_of(error, "thread_died", "thread_exception", thread=name[:_MAX_NAME])
+
+
+def _places(trace: TracebackType | None) -> list[str]:
+    return [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(trace)]
+
+
+def _notify_of(error: BaseException, event: str, name: str, **fields: Any) -> None:
+    """Tell of an exception that ends no process; its record is removed where nobody takes the message."""
+    told = write_record(error, f"{name}-{next(_numbers)}")
+    if not notify(event, **fields, **told) and told["record"] is not None:
+        Path(told["record"]).unlink(missing_ok=True)
 
 
 def write_record(error: BaseException, name: str) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from sglang_crashkit.srt.hooks import Function, after_construction, never_raises
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.managers.loop_heartbeat import start_detokenizer_heartbeat, start_loop_heartbeat
 from sglang_crashkit.srt.managers.rust_server import journal_rust_server
+from sglang_crashkit.srt.managers.scheduler import watch_caught_exceptions
 from sglang_crashkit.srt.managers.scheduler_heartbeat import known_gpu
 from sglang_crashkit.srt.metrics import show_gauges
 
@@ -122,6 +123,7 @@ def install_in_worker(server_args: Any = None, *, title: str = "") -> None:
         if role == "detokenizer":
             start_detokenizer_heartbeat()
         elif role == "scheduler":
+            watch_caught_exceptions()
             journal_rust_server(server_args)
         _install(takes_over=True)
 

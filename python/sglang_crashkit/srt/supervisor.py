@@ -15,6 +15,7 @@ to the main process that it is there (`join`), where the kernel says that the se
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -32,9 +33,10 @@ from sglang_crashkit import protocol
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly, status_of_exit
 from sglang_crashkit.kernel import procfs, signals, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, wait_status_of
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published
+from sglang_crashkit.policy import Mode
+from sglang_crashkit.settings import MODE_VARIABLE, SOCKET_VARIABLE, Settings, published
 from sglang_crashkit.srt import crash_exit
-from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify, say_line
+from sglang_crashkit.srt.hooks import before, handler_pid, never_raises, notify, say_line
 
 logger = logging.getLogger(__name__)
 
@@ -434,6 +436,16 @@ def register(processes: Iterable[Any]) -> None:
             # A stand-in, such as one for a Ray actor, may not support weak references.
             with contextlib.suppress(TypeError):
                 serving.started[stat.pid] = started[stat.pid]
+    if os.environ.get(MODE_VARIABLE) == Mode.ELASTIC.value:
+        # It may be told to go on without some of its ranks, and ends those by one of these two.
+        for pid, process in started.items():
+            for name in {"kill", "terminate"} & set(dir(process)) - set(vars(process)):
+                setattr(process, name, before(getattr(process, name), functools.partial(_announce_end, pid)))
+
+
+def _announce_end(pid: int) -> None:
+    notify("teardown", pid=pid, whole=True)
+    excuse(pid)
 
 
 def wait_status(child: int) -> int:

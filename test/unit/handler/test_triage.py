@@ -74,6 +74,7 @@ HUNG = "open:hang permit:observe add_hang capture answer_stacks"
 AT_END = "open:hang permit:full add_silence capture"
 UNSTARTED = "set_requests:the server had not started to serve answer_when_finished finish"
 OBSERVED_DEATH = "mark_exited open:killed permit:observe add_exit capture"
+CAUGHT = "open:exception permit:observe add_exception capture answer_captured"
 RAISED = "open:exception permit:full add_exception capture answer_captured"
 ENDS_DUMP = "permit:full add_requests answer_when_finished finish"
 
@@ -197,6 +198,12 @@ STORIES: dict[str, list[Step]] = {
         (2.1, told("thread_died", RANK), "drop_record"),
         (3.0, told("draining"), "note:draining"),
         (3.1, told("thread_died", OTHER), "drop_record"),
+    ],
+    "what SGLang caught is an incident of its own, and no one is told": [
+        (1.0, told("exception", RANK, caught=True), CAUGHT),
+        (1.1, told("exception", OTHER, caught=True), "permit:observe add_exception answer_captured"),
+        (6.0, TICK, f"{WENT_ON} finish"),
+        (7.0, told("exception", RANK), f"write forget {RAISED}"),
     ],
     "its later exit joins it": [
         (1.0, told("exception", RANK), RAISED),

@@ -25,6 +25,7 @@ import setproctitle
 
 from sglang_crashkit.srt import crash_exit, handler_process
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
+from sglang_crashkit.srt.exception_record import tell_caught
 from sglang_crashkit.srt.hooks import notify, request
 from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
 from sglang_crashkit.srt.managers.scheduler_heartbeat import on_iteration
@@ -106,6 +107,14 @@ def forward_one_batch(command: str) -> None:
         on_scheduler_exception()
         os.kill(os.getppid(), signal.SIGQUIT)
         on_parent_told()
+
+
+def survive_one_batch(command: str) -> None:
+    """Do what a release does that catches it in the event loop and serves on."""
+    try:
+        sample(command)
+    except (RuntimeError, ValueError):
+        tell_caught()
 
 
 @on_pyspy_dump
@@ -220,6 +229,8 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 )
                 logging.getLogger("sglang.srt.utils.rank_consensus_checker").critical(words)
                 os._exit(1)
+            elif verb == "catch":
+                survive_one_batch(argument)
             elif verb == "lose_thread":
                 threading.Thread(target=sample, args=(argument,), name="Thread-7 (transfer_worker)").start()
             elif verb == "watchdog":

@@ -140,8 +140,8 @@ def adopt_record(
     except (OSError, ValueError, RecursionError):
         record = None
     record = record if isinstance(record, dict) else {}
-    # A process raises once; of its threads any number may.
-    others = sum(piece.kind == kind == "thread_exception" for piece in report.evidence)
+    # What SGLang catches, or only ends a thread, may come again.
+    others = sum(piece.kind == kind for piece in report.evidence)
     name = f"ranks/{titles.label_of(report.title, report.pid)}.{kind}{others or ''}"
     try:
         path = folder.adopt(source, f"{name}.json")

@@ -1,16 +1,18 @@
-"""When a scheduler raises: hooks of ``sglang/srt/managers/scheduler.py``, once it has told its parent."""
+"""When a scheduler raises: hooks of ``sglang/srt/managers/scheduler.py``, where it ends by that or serves on."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import sys
+from typing import Any
 
 from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.settings import Settings, read_bool
-from sglang_crashkit.srt.exception_record import tell_exception
-from sglang_crashkit.srt.hooks import never_raises, request
+from sglang_crashkit.srt.exception_record import tell_caught, tell_exception
+from sglang_crashkit.srt.hooks import before, never_raises, request
 from sglang_crashkit.srt.managers.scheduler_heartbeat import known_gpu
 
 logger = logging.getLogger(__name__)
@@ -19,11 +21,35 @@ logger = logging.getLogger(__name__)
 _FINISH_SECS = 2.0
 _WORKER = "sglang::"
 _MAX_NAMED = 8
+#: What a scheduler constructs, or calls, where it catches an exception in its event loop and serves on: SGLang's pull
+#: requests 40078 (fault tolerance) and 33340 (``--debug-mode``).
+_FAULT, _DISCARD = "FaultToleranceRankFaultOutput", "_discard_failed_batch"
 
 
 def on_scheduler_exception() -> None:
     """Tell the crash handler of the exception being handled, before the parent is told; see `tell_exception`."""
     tell_exception(known_gpu())
+
+
+@never_raises
+def watch_caught_exceptions() -> None:
+    """Tell of each exception that this scheduler catches to serve on, where the release does so.
+
+    To be called in its process before the event loop, when its modules are loaded.
+    """
+    modules = {name: module for name, module in list(sys.modules.items()) if name.startswith("sglang.srt.")}
+    fault: Any = getattr(modules.get("sglang.srt.managers.io_struct"), _FAULT, None)
+    for name, module in modules.items():
+        # Its own module keeps the class, by which it is encoded.
+        if fault is not None and name != fault.__module__ and getattr(module, _FAULT, None) == fault:
+            setattr(module, _FAULT, before(fault, _tell_caught))
+    scheduler: Any = getattr(modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
+    if hasattr(scheduler, _DISCARD):
+        setattr(scheduler, _DISCARD, before(getattr(scheduler, _DISCARD), _tell_caught))
+
+
+def _tell_caught(*_args: object, **_fields: object) -> None:
+    tell_caught(known_gpu())
 
 
 @never_raises
