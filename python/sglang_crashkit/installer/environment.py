@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -164,15 +165,31 @@ def require_kit(environment: Environment) -> None:
 
 
 def run_tool(argv: Sequence[str], *, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run `argv` and return what it printed.
+    """Run `argv` and return what it printed; it and its children are killed after `timeout` seconds.
 
-    Raises CrashkitError where it could not be started, or had to be killed after `timeout` seconds.
+    Raises:
+        CrashkitError: it could not be started, or had to be killed.
     """
     try:
-        return subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout
+        process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
     except OSError as error:
         raise CrashkitError(f"cannot run {argv[0]}: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise CrashkitError(f"{argv[0]} did not end within {timeout:g} s") from error
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException as error:
+            # The group, not the process: a child of it could hold the pipes open.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CrashkitError(f"{argv[0]} did not end within {timeout:g} s") from error
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
