@@ -96,6 +96,7 @@ SENDERS = {
     "replay/server.py",
     "test/plugin.py",
     "cli/main.py",
+    "installer/environment.py",
 }
 SENDING = re.compile(r"os\.kill\(|killpg\(|send_signal\(|signal_pidfd\(|pthread_kill\(|\.kill\(\)|\.terminate\(\)")
 

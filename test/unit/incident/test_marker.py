@@ -344,7 +344,7 @@ def test_a_marker_that_is_gone_does_not_come_back(spool: Path) -> None:
     for _ in range(3):
         handler.advance()
         handler.settle()
-    assert (handler.path.exists(), handler.marker.next_due()) == (False, float("inf"))
+    assert (handler.path.exists(), handler.marker.act_on_time()) == (False, float("inf"))
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(spool: Path) -> None:

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from sglang_crashkit.settings import MODE_VARIABLE
-from sglang_crashkit.srt import exception_record, supervisor
-from sglang_crashkit.srt.hooks import Lately
+from sglang_crashkit.srt import supervisor
 from sglang_crashkit.srt.managers.scheduler import watch_caught_exceptions
 from unit.srt.conftest import CONTEXT, Listener
 from unit.support.waiting import LONG
@@ -64,7 +63,6 @@ def release(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     setattr(modules[SCHEDULER], Scheduler.__name__, type("Scheduler", (Scheduler,), {}))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(exception_record, "_lately", Lately(60.0, 32))
     watch_caught_exceptions()
     return modules
 
@@ -88,7 +86,7 @@ def test_a_fault_that_is_reported_is_told_with_its_record(listener: Listener, re
 
 def test_a_batch_that_is_given_up_is_told(listener: Listener, release: dict[str, ModuleType]) -> None:
     scheduler = release[SCHEDULER].Scheduler()
-    scheduler.event_loop("batch", fail)
+    scheduler.event_loop("batch", lambda: fail())
     assert scheduler.discarded == [("batch", "no such page")]
     assert [told["caught"] for told in listener.heard_so_far()] == [True]
 
