@@ -7,6 +7,7 @@ above a compiler's frame is a barrier. The tables are in ``knowledge/activities.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -193,12 +194,12 @@ def _is_python(frame: Frame) -> bool:
 def _native_head(native: Sequence[Frame]) -> tuple[Frame, ...]:
     """Return the native frames above the first Python frame of SGLang's own, innermost first."""
     interpreter = _pattern("interpreter")
-    above = []
-    for frame in native:
-        if is_own(frame) if _is_python(frame) else interpreter.search(frame.function):
-            break
-        above += [] if _is_python(frame) else [frame]
-    return tuple(above)
+
+    def ends(frame: Frame) -> bool:
+        return is_own(frame) if _is_python(frame) else interpreter.search(frame.function) is not None
+
+    above = itertools.takewhile(lambda frame: not ends(frame), native)
+    return tuple(frame for frame in above if not _is_python(frame))
 
 
 def _head(frames: Sequence[Frame]) -> tuple[Frame, ...]:

@@ -40,7 +40,7 @@ _Key = TypeVar("_Key")
 _STARVED, _RESTS = 0.1, 0.05
 #: Seconds for one shard of the weights by which they come slowly.
 _SLOW = 30.0
-_MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE, _SMALL = 290, 3, 6, 64
+_MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
 _TELLING_ALONE = frozenset({"file", "compile", "build_lock", "driver", "collective"})
 _UPDATES = frozenset({"weights", "pause"})
 _HELD = frozenset({"stopped_process", "starved_process", "stuck_in_kernel", "slow_storage"})
@@ -367,9 +367,7 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
 def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member]) -> Finding | None:
     """Return what is said of a group all of which wait in the same call."""
     nodes = layout.unseen_nodes
-    # Of a larger server most ranks may be without a stack.
-    is_small = max(layout.ranks, len(group)) <= _SMALL
-    missing = topology.unseen_ranks(layout, (one.process.ranks for one in group)) if is_small else []
+    missing = topology.unseen_ranks(layout, (one.process.ranks for one in group))
     is_part = 0 < len(missing) < len(group) and not nodes
     first = group[0].last
     ranks = topology.name_ranks(missing) if is_part else ""
@@ -396,6 +394,10 @@ def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
 def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
     if not scene.signs.is_hang and scene.signs.is_alive:
         return None
+    layout = topology.topology_of(scene.case, group[0].process.side)
+    missing = topology.unseen_ranks(layout, (one.process.ranks for one in scene.members))
+    if len(missing) == 1 and len(group) > 1:
+        return _finding(scene, "gpu_unseen", [], group, who=missing[0])
     kernels = signs.kernels_of(scene.case)
     component = signs.kernel_of(kernels[0])[0] if kernels else None
     row, kernel = ("gpu_kernel", kernels[0][:90]) if kernels else ("gpu_stall", "")

@@ -14,6 +14,8 @@ from sglang_crashkit.model.case import Case, Process
 _T = TypeVar("_T")
 _MAX_NAMED = 4
 _MAX_SIZE = 1 << 20
+#: Of a larger server most ranks may be without a stack.
+_SMALL = 64
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
@@ -105,7 +107,7 @@ def groups_of(topology: Topology, members: Iterable[_T], ranks: Callable[[_T], M
 
 def unseen_ranks(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[str]:
     """Return the names of the ranks by the arguments of which nothing is seen, by stage and tensor parallelism."""
-    if not topology.is_known or topology.ranks > _MAX_SIZE:
+    if not topology.is_known or topology.ranks > _SMALL:
         return []
     there = {(one.get("pp", 0), one.get("tp", 0)) for one in seen}
     missing = ((pp, tp) for pp in range(topology.pp) for tp in range(topology.tp) if (pp, tp) not in there)
