@@ -188,8 +188,10 @@ def _names() -> Any:
 
 
 def _processes_of(parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None) -> list[Any]:
+    module, words = _names(), "kill_process_tree called: parent_pid=%s, include_parent=%s, pid=%s"
+    module.logger.info(words, parent_pid, include_parent, os.getpid())
     try:
-        parent = _names().psutil.Process(parent_pid)
+        parent = module.psutil.Process(parent_pid)
         members = [*parent.children(recursive=True), *([parent] if include_parent and parent_pid is not None else [])]
     except psutil.NoSuchProcess:
         return []

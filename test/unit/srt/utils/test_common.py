@@ -94,10 +94,15 @@ def test_the_callers_of_three_parameters_are_served_as_before(kill, family):
 
 
 @pytest.mark.parametrize("spares", [False, True])
-def test_with_a_wait_all_but_the_spared_are_gone(kill, family, spares: bool):
+def test_with_a_wait_all_but_the_spared_are_gone(kill, family, caplog, spares: bool):
     process, pids = family
-    kill(process.pid, not spares, pids[0] if spares else None, wait_timeout=LONG)
+    with caplog.at_level(logging.INFO):
+        kill(process.pid, not spares, pids[0] if spares else None, wait_timeout=LONG)
     assert [holds(pid) for pid in (process.pid, *pids)] == [spares, spares, False]
+    # As upstream does.
+    assert caplog.messages == [
+        f"kill_process_tree called: parent_pid={process.pid}, include_parent={not spares}, pid={os.getpid()}"
+    ]
 
 
 def test_without_a_pid_the_callers_own_children_are_killed(old_release):
