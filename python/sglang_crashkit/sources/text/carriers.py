@@ -34,12 +34,17 @@ _BEFORE_RAY = re.compile(rf"\[({_TIME})[.,\d]{{0,10}}\] (?=\([\w.:-]{{1,80}} pid
 _KERNEL = re.compile(
     r"(?:<\d{1,3}>)?\[ *(\d{1,9}\.\d{1,6}|[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4})\] "
 )
+#: What is left of the journal's form where its time was cut out.
+_KERNEL_WORD = re.compile(r"^\s{0,12}kernel ?: ")
 _QUOTE = re.compile(r"(?:> ?){1,4}")
 #: Another program's logger that repeats a line of the server's.
 _LOGGER = re.compile(
     r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d\S{0,20} (?:- )?(?:[\w.]{1,80} )?(?:- )?(?:DEBUG|INFO|WARNING|ERROR) (?:- )?"
     r"(?=\[20\d\d-|Traceback \(|   |  File \"|[\w.]{1,80}(?:Error|Exception)\b)"
 )
+#: A browser's table of a log store.
+_TABLE = re.compile(r"([A-Z][a-z]{2}) (\d{1,2}), (\d{4}) @ (\d\d:\d\d:\d\d(?:\.\d{1,9})?)\s{1,8}")
+_PRIORITY = re.compile(r"<\d{1,3}>(?=\S)")
 #: What a file is taken to have in front of its lines is looked for in so many of them.
 _LOOKED_AT = 400
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -97,16 +102,25 @@ class Carrier:
                 text, stream = text[match.end() :], match[1]
             elif match := _JOURNAL.match(text):
                 text, at, program = text[match.end() :], self._journal_time(match[1]) or at, match[3]
-            elif match := _LOGGER.match(text):
+            elif (match := _TABLE.match(text)) and match[1] in _MONTHS:
+                month = _MONTHS.index(match[1]) + 1
+                text, at = text[match.end() :], seconds(f"{match[3]}-{month:02d}-{int(match[2]):02d} {match[4]}")
+            elif match := _PRIORITY.match(text) or _LOGGER.match(text):
                 text = text[match.end() :]
             if text == before:
                 break
         if match := _KERNEL.match(text):
             return Carried(text[match.end() :], kernel_time(match[1]) or at, stream, "kernel", is_kernel=True)
-        return Carried(text, at, stream, program, is_kernel=program == "kernel")
+        text, cut = _KERNEL_WORD.subn("", text, count=1)
+        return Carried(text, at, stream, program, is_kernel=program == "kernel" or bool(cut))
 
     def _journal_time(self, text: str) -> float:
-        return seconds(text) if text[0].isdigit() else _time_of(f"{self.year or 1970:04d}", *text.split(None, 2))
+        if text[0].isdigit():
+            return seconds(text)
+        month, day, clock = text.split(None, 2)
+        if month not in _MONTHS:
+            return 0.0
+        return seconds(f"{self.year or 1970:04d}-{_MONTHS.index(month) + 1:02d}-{int(day):02d} {clock}")
 
 
 @functools.lru_cache(maxsize=256)
@@ -126,13 +140,9 @@ def seconds(text: str) -> float:
 def kernel_time(text: str) -> float:
     """Return the time of a line of ``dmesg -T``; 0.0 for seconds since an unknown boot."""
     words = text.split()
-    return _time_of(words[4], *words[1:4]) if len(words) == 5 else 0.0
-
-
-def _time_of(year: str, month: str, day: str, clock: str) -> float:
-    if month not in _MONTHS:
+    if len(words) != 5 or words[1] not in _MONTHS:
         return 0.0
-    return seconds(f"{year}-{_MONTHS.index(month) + 1:02d}-{int(day):02d} {clock}")
+    return seconds(f"{words[4]}-{_MONTHS.index(words[1]) + 1:02d}-{int(words[2]):02d} {words[3]}")
 
 
 def _from_json(line: str) -> tuple[str, float] | None:
@@ -140,9 +150,12 @@ def _from_json(line: str) -> tuple[str, float] | None:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    texts = (entry.get(key) for key in ("log", "message", "msg", "MESSAGE"))
-    text = next((one for one in texts if isinstance(one, str)), None)
-    if text is None or entry.get("object") == "error":  # what the server answered
+    if entry.get("object") == "error":
+        return None  # what the server answered
+    text = next((entry[key] for key in ("log", "message", "msg", "MESSAGE") if isinstance(entry.get(key), str)), None)
+    if text is None:
         return None
-    times = (entry.get(key) for key in ("time", "timestamp", "ts", "@timestamp"))
-    return text.rstrip("\n"), seconds(next((one for one in times if isinstance(one, str)), ""))
+    time = next(
+        (entry[key] for key in ("time", "timestamp", "ts", "@timestamp") if isinstance(entry.get(key), str)), ""
+    )
+    return text.rstrip("\n"), seconds(time)

@@ -92,13 +92,17 @@ def _fields(value: object) -> dict[str, Any]:
 
 def _requests(requests: list[Any]) -> Dumped:
     unfinished: list[tuple[int, str]] = []
-    whole = [one for one in requests if isinstance(one, tuple) and len(one) >= 2]
-    for one in whole:
+    finished = 0
+    for one in requests:
+        if not isinstance(one, tuple) or len(one) < 2:
+            continue
         asked, answer = _fields(one[0]), _fields(one[1])
-        if not _fields(answer.get("meta_info")).get("finish_reason"):
+        if _fields(answer.get("meta_info")).get("finish_reason"):
+            finished += 1
+        else:
             ids, text = asked.get("input_ids"), asked.get("text")
             size = len(ids) if isinstance(ids, list) else len(text) // 4 if isinstance(text, str) else 0
             unfinished.append((size, str(asked.get("rid") or "a request")[:80]))
     unfinished.sort(reverse=True)
     told = ", ".join(f"{rid} (about {size} prompt tokens)" for size, rid in unfinished[:_MAX_TOLD])
-    return Dumped(unfinished=len(unfinished), finished=len(whole) - len(unfinished), text=told)
+    return Dumped(unfinished=len(unfinished), finished=finished, text=told)

@@ -35,16 +35,22 @@ _SAYS_NOTHING = re.compile(r"(?:import|from|raise)\b|[~^ ]*$|(?:\w+ = )?\w+\($")
 
 @dataclass
 class Traceback:
-    """One traceback while its lines are read."""
+    """One traceback while its lines are read.
 
-    said: str = ""  # the line that introduced it
-    errors: list[Error] = field(default_factory=list)  # those of the chain that are whole, the first at the front
+    Attributes:
+        said: the line that introduced it.
+        errors: those of the chain that are whole, the one that came first at the front.
+        is_flat: its lines have lost their indentation, as in a page that was pasted.
+    """
+
+    said: str = ""
+    errors: list[Error] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
     type: str = ""
     text: list[str] = field(default_factory=list)
     awaits_next: bool = False
     blank: int = 0
-    is_flat: bool = False  # its lines have lost their indentation, as in a page that was pasted
+    is_flat: bool = False
     is_after_frame: bool = False
     is_group: bool = False  # of several exceptions, each with a traceback
     is_cut: bool = False  # its head is not there
@@ -83,17 +89,18 @@ class Traceback:
         if not stripped:
             self.blank += 1
             return self.blank <= 2
-        is_more = len(self.text) < _MAX_TEXT_LINES
-        if not (line[:1] in " \t" or (is_more and not self.blank and _is_text(line))):
-            return False
-        self.blank = 0
-        self.text += [line] if is_more else []
-        return True
+        if line[:1] in " \t" or (len(self.text) < _MAX_TEXT_LINES and not self.blank and _is_text(line)):
+            self.blank = 0
+            if len(self.text) < _MAX_TEXT_LINES:
+                self.text.append(line)
+            return True
+        return False
 
     def _is_framed(self, inner: str) -> bool:
+        if inner.startswith('File "'):
+            return True
         match = _EXCEPTION.match(inner)
-        is_exception = match is not None and match[1].endswith(_ENDINGS) and bool(self.frames) and not self.type
-        return inner.startswith('File "') or is_exception
+        return bool(self.frames and match and match[1].endswith(_ENDINGS) and not self.type)
 
     def _take_frame(self, line: str, stripped: str) -> bool:
         if match := _FRAME.match(line):
@@ -133,8 +140,11 @@ class Traceback:
             # An assertion without words still says what it asserts.
             said = self.text or ([self.asserted] if self.type == "AssertionError" else [])
             text = "\n".join(said).strip()[:_MAX_TEXT]
-            error = Error(type=self.type, text=text, frames=tuple(reversed(self.frames)), code=self.code)
-            self.errors = [*self.errors, error][-_MAX_CHAIN:]
+            self.errors = [
+                *self.errors,
+                Error(type=self.type, text=text, frames=tuple(reversed(self.frames)), code=self.code),
+            ]
+            self.errors = self.errors[-_MAX_CHAIN:]
         self.frames, self.type, self.text, self.blank, self.code = [], "", [], 0, ""
 
     def chain(self) -> tuple[Error, ...]:
