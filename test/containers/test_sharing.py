@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1200)]
 
 def shared_memory_of(server: Container) -> set[Path]:
     """Return what a server maps of ``/dev/shm``, as it is found from outside."""
-    names = {name for process in tree_of(server.pid) for name in procfs.mapped_files(process.pid)}
-    root = Path(f"/proc/{server.pid}/root")
-    return {root / name.lstrip("/") for name in names if name.startswith("/dev/shm/") and "(deleted)" not in name}
+    lines = [line for one in tree_of(server.pid) for line in procfs.read_maps(one.pid).decode().splitlines()]
+    names = {line.split(None, 5)[-1] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+    return {Path(f"/proc/{server.pid}/root") / name.lstrip("/") for name in names}
 
 
 def assert_is_of_one_server(document: dict[str, object]) -> None:

@@ -20,12 +20,6 @@ from sglang_crashkit.errors import CrashkitError
 
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 0x1, 0x2  # linux/memfd.h
 #: Why nothing was written: there is no such pipe, it has no reader, it is no pipe of that user, or anything else.
-WriteOutcome = Literal["no_pipe", "no_reader", "foreign_pipe", "failed"]
-_OUTCOMES: dict[int | None, WriteOutcome] = {
-    errno.ENOENT: "no_pipe",
-    errno.ENXIO: "no_reader",
-    errno.ELOOP: "foreign_pipe",
-}
 #: What came of asking for a lock: somebody else had it all the time, or this file system has no locks.
 LockState = Literal["held", "taken", "unsupported"]
 _POLL_SECS = 0.01
@@ -212,11 +206,7 @@ def read_json(path: Path, most: int) -> Any:
 
 
 class FifoError(Exception):
-    """Nothing was written; the message says why, in a few words, and `outcome` says it to a program."""
-
-    def __init__(self, message: str, outcome: WriteOutcome) -> None:
-        super().__init__(message)
-        self.outcome: WriteOutcome = outcome
+    """Nothing was written; the message says why, in a few words."""
 
 
 def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = False) -> None:
@@ -231,14 +221,14 @@ def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = 
         descriptor = os.open(path, flags)
     except OSError as error:
         why = "it has no reader" if error.errno == errno.ENXIO else error.strerror or str(error)
-        raise FifoError(f"pipe {path}: {why}", _OUTCOMES.get(error.errno, "failed")) from error
+        raise FifoError(f"pipe {path}: {why}") from error
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISFIFO(found.st_mode) or found.st_uid != owner:
-            raise FifoError(f"{path} is not a pipe of the process's own user", "foreign_pipe")
+            raise FifoError(f"{path} is not a pipe of the process's own user")
         os.write(descriptor, data)
     except OSError as error:
-        raise FifoError(f"pipe {path}: {error.strerror}", "failed") from error
+        raise FifoError(f"pipe {path}: {error.strerror}") from error
     finally:
         os.close(descriptor)
 

@@ -253,17 +253,6 @@ def read_wchan(pid: int) -> str:
     return _read(pid, "wchan").decode(errors="replace").strip("\0 \n0")
 
 
-def mapped_files(pid: int) -> set[str]:
-    """Return the paths of the files that `pid` maps, such as its libraries; empty where that may not be read."""
-    try:
-        text = read_maps(pid).decode(errors="replace")
-    except OSError:
-        return set()
-    # Address, permissions, offset, device, inode, path; proc_pid_maps(5).
-    fields = (line.split(None, 5) for line in text.splitlines())
-    return {words[5] for words in fields if len(words) == 6 and words[5].startswith("/")}
-
-
 def owner_of(pid: int) -> int | None:
     """Return the user of a process, None where it is gone."""
     try:

@@ -252,7 +252,7 @@ def test_an_incident_that_cannot_be_judged_says_who_failed_first(
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
         tree = ProcessTree(process.pid)
         run = begin_incident(tree, tmp_path)
-        run.add_exception(tree.root, time.time(), "ValueError: x", None)
+        run.add_exception(tree.root, time.time(), "ValueError: x", None, caught=False)
         if again:
             run.finish()
         monkeypatch.setattr(handler_incident, "conclude", lambda *_: os._exit(3))

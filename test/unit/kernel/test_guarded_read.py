@@ -119,7 +119,8 @@ def test_a_process_with_a_locked_memory_map_is_read(tmp_path: Path, reader: Guar
             # The kernel keeps the first letters elsewhere.
             assert procfs.read_title(process.pid) == "sglang::schedul"
             assert procfs.is_python(process.pid)
-            procfs.mapped_files(process.pid)
+            with pytest.raises(BlockedReadError):
+                procfs.read_maps(process.pid)
             assert procfs.read_title(os.getpid()) != ""
         finally:
             guard_reads(None)

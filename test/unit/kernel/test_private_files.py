@@ -161,24 +161,23 @@ def test_a_full_pipe_is_no_wait(reader: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "outcome", "why"),
+    ("kind", "why"),
     [
-        ("nothing", "no_pipe", "No such file"),
-        ("pipe", "no_reader", "it has no reader"),
-        ("file", "foreign_pipe", "not a pipe of the process's own user"),
-        ("link", "foreign_pipe", "levels of symbolic links"),
+        ("nothing", "No such file"),
+        ("pipe", "it has no reader"),
+        ("file", "not a pipe of the process's own user"),
+        ("link", "levels of symbolic links"),
     ],
 )
-def test_what_is_no_pipe_that_is_read_stays_untouched(tmp_path: Path, kind: str, outcome: str, why: str) -> None:
+def test_what_is_no_pipe_that_is_read_stays_untouched(tmp_path: Path, kind: str, why: str) -> None:
     path, victim = tmp_path / "pipe", tmp_path / "victim"
     victim.write_bytes(b"before")
     if kind == "pipe":
         os.mkfifo(path)
     elif kind != "nothing":
         path.hardlink_to(victim) if kind == "file" else path.symlink_to(victim)
-    with pytest.raises(FifoError, match=why) as caught:
+    with pytest.raises(FifoError, match=why):
         write_to_fifo(path, b"1", ME)
-    assert caught.value.outcome == outcome
     assert victim.read_bytes() == b"before"
 
 
