@@ -58,7 +58,7 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     run.permit(Capture.OBSERVE)
     run.take(Moment.CAPTURE)
     reached("stacks_captured")
-    run.add_exception(tree.root, time.time(), "ValueError: x", record)
+    run.add_exception(tree.root, time.time(), "ValueError: x", record, caught=False)
     reached("told of an exception")
     run.set_requests({"path": "/crash.pkl", "finished": 1, "unfinished": 2})
     reached("reported the requests")
