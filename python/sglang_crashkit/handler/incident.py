@@ -430,7 +430,8 @@ class IncidentRun:
         report = self.report(process)
         # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
         message = message.encode(errors="backslashreplace").decode()
-        self.note(seconds, "exception", pid=process.pid, title=process.title, message=message, caught=caught or None)
+        told = {"caught": True} if caught else {}
+        self.note(seconds, "exception", pid=process.pid, title=process.title, message=message, **told)
         if self.finished:
             # The record would stay where it is, and be taken for a crash of its own.
             if record is not None:
