@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sglang_crashkit.judge.activity import is_own
 from sglang_crashkit.judge.components import component_of, is_switched_on, is_telling, way_out
 from sglang_crashkit.judge.finding import TELLING, Finding, fill_steps, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
@@ -293,6 +294,9 @@ class _Failures:
         is_script = is_script and not any(re.search("-packages/|sglang|ray/", frame.file) for frame in called)
         is_client = (is_script and not own) or (not frames and bool(_pattern("client_error").match(chain[0].type)))
         is_client |= any(_pattern("client").search(frame.file) for frame in frames)
+        # Another program's log beside that of a server at work.
+        served = {one.file for one in self._case.progress if one.kind in ("prefill", "decode")}
+        is_client |= bool(served and frames) and event.file not in served and not any(map(is_own, frames))
         if (self._work or self._case.is_started) and not event.who and is_client:
             return  # a client of the server, which prints into the same evidence
         role = _role(event.who, frames)

@@ -10,9 +10,11 @@ from sglang_crashkit.model.sample import Frame, short_path
 
 HEADER = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s*File "([^"]{1,600})", line (\d{1,9})(?:,? (?:in )?(.{1,300}))?')
-_EXCEPTION = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,12}[A-Za-z_]\w{0,80})(?:\(.{0,80}\))?(?:: (.*)|:?)$")
+_EXCEPTION = re.compile(
+    r"((?:[A-Za-z_]\w{0,80}\.){0,12}[A-Za-z_]\w{0,80})(?:\((?P<of>.{0,80})\))?(?:: (?P<text>.*)|:?)$"
+)
 #: What another program says of one: ``… (ModuleNotFoundError: No module named …)``.
-_IN_BRACKETS = re.compile(r"\(((?:\w{1,80}\.){0,12}\w{1,80}(?:Error|Exception)): ([^()]{1,300})\)$")
+_IN_BRACKETS = re.compile(r"\(((?:\w{1,80}\.){0,12}\w{1,80}(?:Error|Exception)): (?P<text>[^()]{1,300})\)$")
 #: Names of exceptions that end in another way, as far as the field has them.
 _ENDINGS = ("Error", "Exception", "Warning", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Empty", "Full")
 #: A frame in the box that `rich` draws, and the box's own lines.
@@ -54,6 +56,7 @@ class Traceback:
     is_after_frame: bool = False
     is_group: bool = False  # of several exceptions, each with a traceback
     is_cut: bool = False  # its head is not there
+    is_remote: bool = False  # the exception that it came from is printed last, as Ray has it
     asserted: str = ""  # the innermost source line that asserts something
     called: str = ""  # what the source line of the last frame calls
     code: str = ""  # the source line of the last frame in SGLang
@@ -84,6 +87,10 @@ class Traceback:
             return True
         if self.awaits_next:
             return not stripped or stripped in _CHAINED
+        if self.type.endswith("RayTaskError") and _FRAME.match(line):
+            # What another process raised, from which this came, follows with its own frames.
+            self._finish()
+            self.is_remote = True
         if not self.type:
             return self._take_frame(line, stripped)
         if not stripped:
@@ -123,7 +130,9 @@ class Traceback:
             self.is_after_frame = False
             return True
         if match:
-            self.type, first = match[1], match[2]
+            self.type, of_remote, first = match[1], match["of"], match["text"]
+            if self.type.endswith("RayTaskError") and of_remote:
+                first = f"({of_remote}) {first or ''}".rstrip()
             self.text = [first] if first else []
             return True
         return False
@@ -153,7 +162,7 @@ class Traceback:
             # Some loggers print the exception first.
             self.type, self.text = found[0], [found[1]]
         self._finish()
-        return tuple(reversed(self.errors))
+        return tuple(self.errors if self.is_remote else reversed(self.errors))
 
 
 def begins(line: str) -> bool:
@@ -167,9 +176,9 @@ def bare_exception(line: str) -> tuple[str, str] | None:
     """Return class and text of an exception that stands alone in a line, such as ``torch.OutOfMemoryError: CUDA …``."""
     match = _IN_BRACKETS.search(line.rstrip()[-400:]) or _EXCEPTION.match(line.strip())
     is_word = match is not None and match[1] in _ENDINGS and match[1] != "Exception"  # "Error: …", as a shell has it
-    if match is None or not match[2] or is_word or not match[1].endswith(_ENDINGS):
+    if match is None or not match["text"] or is_word or not match[1].endswith(_ENDINGS):
         return None
-    return match[1], match[2]
+    return match[1], match["text"]
 
 
 def _is_text(line: str) -> bool:

@@ -83,7 +83,12 @@ def core_of(server: Server, document: dict[str, Any], title: str) -> dict[str, A
         ({}, "", "skipped", ".*CUDA was not initialised"),
         ({WAIT: "0"}, "60 1", "skipped", f"{WAIT} leaves no time for it$"),
         ({}, "stopped", "skipped", "it is stopped and reads no pipe$"),
-        ({"SGLANG_CRASHKIT_KEEP_FREE_MB": "1000000000000"}, "60 1", "skipped", "less than SGLANG_CRASHKIT_KEEP_FREE_MB "),
+        (
+            {"SGLANG_CRASHKIT_KEEP_FREE_MB": "1000000000000"},
+            "60 1",
+            "skipped",
+            "less than SGLANG_CRASHKIT_KEEP_FREE_MB ",
+        ),
         (
             {"SGLANG_CRASHKIT_MAX_USE_MB": "100"},
             "60 1",
