@@ -19,7 +19,7 @@ from sglang_crashkit.handler.collectors.process_evidence import (
     wants_native,
 )
 from sglang_crashkit.handler.collectors.received import Received
-from sglang_crashkit.handler.incident import Collector, IncidentRun, Moment
+from sglang_crashkit.handler.incident_run import Collector, IncidentRun, Moment
 
 
 def collectors_of(received: Received, driver: Driver) -> tuple[Collector, ...]:

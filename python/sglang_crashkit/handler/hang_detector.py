@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from sglang_crashkit.handler.heartbeats import Followed, by_last_sign
-from sglang_crashkit.handler.incident import IncidentRun, Moment
+from sglang_crashkit.handler.incident_run import IncidentRun, Moment
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.handler.triage import Seen

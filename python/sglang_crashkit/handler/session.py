@@ -15,7 +15,7 @@ from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.folders import Place
-from sglang_crashkit.handler.incident import Collector, IncidentRun, Moment, secs_before_memory
+from sglang_crashkit.handler.incident_run import Collector, IncidentRun, Moment, secs_before_memory
 from sglang_crashkit.handler.notices import Answers, Commands, ServerLog, Shortages
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
 from sglang_crashkit.handler.triage import Action, Do, Seen, Triage

@@ -35,7 +35,7 @@ from sglang_crashkit.kernel.private_files import (
 )
 from sglang_crashkit.model import SCHEMA_VERSION
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident
-from sglang_crashkit.model.log import LOG, IncidentLog
+from sglang_crashkit.model.incident_log import LOG, IncidentLog
 from sglang_crashkit.settings import ENDED, DiskLimits
 from sglang_crashkit.view.markdown import format_summary
 

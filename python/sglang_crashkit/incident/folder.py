@@ -3,7 +3,7 @@
 ::
 
     <crash folder>/<hostname>/incidents/<UTC time>-<kind>-<id>/
-        events.jsonl    each piece of the incident as it came; see `model.log`
+        events.jsonl    each piece of the incident as it came; see `model.incident_log`
         incident.json   the incident (``schema_version`` tells the form), once it is whole
         summary.md      the same for a person
         environment.json  what surrounded the server: arguments, versions, limits, pressure
@@ -43,7 +43,7 @@ from sglang_crashkit.kernel.private_files import (
     sync_folder,
     write_private,
 )
-from sglang_crashkit.model.log import LOG, MAX_BYTES
+from sglang_crashkit.model.incident_log import LOG, MAX_BYTES
 from sglang_crashkit.redact import redact_json, redact_text
 from sglang_crashkit.settings import DiskLimits
 

@@ -24,7 +24,7 @@ from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, is_finis
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import FolderLock, read_json, read_regular
 from sglang_crashkit.model.incident import EvidenceStatus
-from sglang_crashkit.model.log import LOG
+from sglang_crashkit.model.incident_log import LOG
 from sglang_crashkit.settings import KEEP_FREE, MAX_INCIDENT, MAX_USE, MB, DiskLimits
 
 #: Cores of a server of eight GPUs take 2 GB without memory in them. Of a small file system the defaults are shares.

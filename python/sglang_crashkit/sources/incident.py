@@ -35,7 +35,7 @@ from sglang_crashkit.model.event import (
     Watched,
 )
 from sglang_crashkit.model.incident import Incident, Look, ProcessReport, Verdict, Xid
-from sglang_crashkit.model.log import LOG, MAX_BYTES, reduce
+from sglang_crashkit.model.incident_log import LOG, MAX_BYTES, reduce
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 DOCUMENT = "incident.json"

@@ -1,4 +1,4 @@
-"""An incident as Markdown, ``summary.md``, and the little that a pod's status shows.
+"""An incident as Markdown, and the little that a pod's status shows; `IncidentFolder.save` writes ``summary.md``.
 
 Plain Python, as the crash handler's child renders it: the import of Jinja2 alone would take that child 80 ms of CPU.
 """

@@ -15,7 +15,7 @@ from sglang_crashkit.handler import hang_detector, incident
 from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
-from sglang_crashkit.handler.incident import Awaited, Collector, IncidentRun, Moment
+from sglang_crashkit.handler.incident_run import Awaited, Collector, IncidentRun, Moment
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.handler.session import Session, Subject
 from sglang_crashkit.handler.triage import Seen

@@ -16,7 +16,7 @@ from sglang_crashkit.incident.retention import BLOCK, MB, DiskLimits, NoRoomErro
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import FolderLock
-from sglang_crashkit.model.log import LOG
+from sglang_crashkit.model.incident_log import LOG
 from unit.support.small_disk import fill, mounted
 from unit.support.stored import NOON, make_incident
 

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger
-from sglang_crashkit.model.log import LOG, IncidentLog
+from sglang_crashkit.model.incident_log import LOG, IncidentLog
 from sglang_crashkit.settings import DiskLimits
 
 NOON = 1_700_000_000.25

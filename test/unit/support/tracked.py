@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle

@@ -26,7 +26,7 @@ from sglang_crashkit.capture.tools import BackgroundTool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.conclusion import incident_with_core
-from sglang_crashkit.handler.incident import Awaited, IncidentRun
+from sglang_crashkit.handler.incident_run import Awaited, IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.procfs import is_host_namespace

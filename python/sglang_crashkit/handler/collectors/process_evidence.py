@@ -26,7 +26,7 @@ from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, 
 from sglang_crashkit.policy import Capture
 
 if TYPE_CHECKING:
-    from sglang_crashkit.handler.incident import IncidentRun
+    from sglang_crashkit.handler.incident_run import IncidentRun
 
 Content = TypeVar("Content")
 

@@ -20,7 +20,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.collectors.requests import add_journal, export_requests
 from sglang_crashkit.handler.heartbeats import Heartbeats, Pauses, modes_of
-from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.store import read_steps

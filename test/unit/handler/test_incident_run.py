@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler import incident as handler_incident
+from sglang_crashkit.handler import incident_run
 from sglang_crashkit.handler import unfinished
 from sglang_crashkit.handler.collectors.gpu import Driver
 from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.evidence import collectors_of
-from sglang_crashkit.handler.incident import Awaited, Collector, IncidentRun, Moment
+from sglang_crashkit.handler.incident_run import Awaited, Collector, IncidentRun, Moment
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.unfinished import REASON, finish_abandoned
 from sglang_crashkit.incident.fingerprint import read_faults
@@ -255,7 +255,7 @@ def test_an_incident_that_cannot_be_judged_says_who_failed_first(
         run.add_exception(tree.root, time.time(), "ValueError: x", None, caught=False)
         if again:
             run.finish()
-        monkeypatch.setattr(handler_incident, "conclude", lambda *_: os._exit(3))
+        monkeypatch.setattr(incident_run, "conclude", lambda *_: os._exit(3))
         if again:
             run.add_remark("It went on.")
             run.refresh()

@@ -14,7 +14,7 @@ from incident_schema import assert_fits
 from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.incident import Incident
-from sglang_crashkit.model.log import IncidentLog, reduce
+from sglang_crashkit.model.incident_log import IncidentLog, reduce
 from unit.support.stored import make_incident
 
 DATA = Path(__file__).parents[1] / "incident" / "data"

@@ -40,7 +40,7 @@ from sglang_crashkit.model.incident import (
     Trigger,
     Verdict,
 )
-from sglang_crashkit.model.log import LOG, IncidentLog
+from sglang_crashkit.model.incident_log import LOG, IncidentLog
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.policy import Capture
 from sglang_crashkit.redact import redact_text
@@ -297,7 +297,7 @@ class IncidentRun:
         # What was judged before stands where it cannot be judged now; the fact is in the log.
         if (made := self._conclude(again=True)) is not None:
             try:
-                self._take(made)
+                self._save_conclusion(made)
             except OSError as error:
                 logger.warning("incident %s cannot be written for now: %s", self.path, error)
 
@@ -327,7 +327,7 @@ class IncidentRun:
             logger.error("incident %s could not be judged: %s", self.path, error)
             return None
 
-    def _take(self, made: Conclusion) -> None:
+    def _save_conclusion(self, made: Conclusion) -> None:
         """Write a conclusion, and hold what is asked for later.
 
         Raises:
@@ -555,7 +555,7 @@ class IncidentRun:
         self.checkpoint()
         self.incident.complete = True
         made = self._conclude(again=False) or self._conclude_plainly()
-        self._take(made)
+        self._save_conclusion(made)
         with contextlib.suppress(OSError):
             for name in made.spare:
                 self.folder.remove(name)
