@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler import incident_run
-from sglang_crashkit.handler import unfinished
+from sglang_crashkit.handler import incident_run, unfinished
 from sglang_crashkit.handler.collectors.gpu import Driver
 from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.evidence import collectors_of
