@@ -86,14 +86,17 @@ class Received:
 
 
 class FlightRequest:
-    """One dump of one process, from the trigger to the whole file."""
+    """One dump of one process, from the trigger to the whole file.
 
-    def __init__(self, pid: int, place: FlightPlace) -> None:
+    One that was asked for before and is `late` may be there by now, which nobody wrote unasked.
+    """
+
+    def __init__(self, pid: int, place: FlightPlace, *, is_late: bool = False) -> None:
         self.pid = pid
         #: The dump was there before anybody asked for it: PyTorch writes one before it ends a process in which a
         #: collective took too long.
         self.is_unasked = False
-        self._place = place
+        self._place, self._is_late = place, is_late
         self._path: Path | None = None
         self._rank = 0
         self._before: tuple[int, ...] | None = None
@@ -120,7 +123,7 @@ class FlightRequest:
         # Where others write too it may be of another process; an old one is of an earlier incident.
         stem = Path(self._place.dump_stem)
         with contextlib.suppress(OSError):
-            for path in stem.parent.iterdir() if self._place.is_own else ():
+            for path in stem.parent.iterdir() if self._place.is_own and not self._is_late else ():
                 number = path.name.removeprefix(stem.name)
                 is_one = path.name.startswith(stem.name) and _is_rank(number)
                 if is_one and time.time() - path.lstat().st_mtime <= _UNASKED_SECS:

@@ -55,8 +55,10 @@ from sglang_crashkit.view.markdown import section_lines
 
 SUMMARY, VERDICT = "summary.md", "verdict.json"
 SCHEMA_VERSION = 2
-#: The longest that one tool may take, in seconds: in each round, and the debugger for each process.
+#: The longest that one tool may take, in seconds: in all rounds, and the debugger for each process.
 TOOL_SECS = 60.0
+#: What a round gets when earlier ones have taken all the time, in seconds; py-spy takes 0.02.
+_LEAST_SECS = 1.0
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
 
@@ -107,6 +109,7 @@ class Collection:
         self.rounds: list[NodeSnapshot] = []
         self.snapshot_files: list[str] = []  # of each round, in the output folder
         self._plan, self._tell = plan, tell
+        self._stacks_secs = 0.0
         # Which debugger there is; which tool is missing, and how to get it.
         self._cuda_gdb = find_cuda_gdb() if plan.native else None
         self.missing = NO_CUDA_GDB if plan.native and self._cuda_gdb is None else ""
@@ -235,11 +238,14 @@ class Collection:
         return {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
 
     def _take_snapshot(self) -> None:
-        began = clock.now()
+        began, started = clock.now(), time.monotonic()
+        # The limit is for all rounds: a py-spy that hangs, hangs in each.
+        secs = max(_LEAST_SECS, TOOL_SECS - self._stacks_secs)
         python = [one.process for one in self.collected if _is_python(one.process)]
         sockets = {one.pid: socket_of(one.server if one.server is not None else one.pid) for one in python}
         folders = {pid: path.parent for pid, path in sockets.items() if path is not None}
-        taken = {one.pid: one for one in capture_all({one.pid: one.start_ticks for one in python}, folders, TOOL_SECS)}
+        taken = {one.pid: one for one in capture_all({one.pid: one.start_ticks for one in python}, folders, secs)}
+        self._stacks_secs += time.monotonic() - started
         seen = [_sample_of(one.process, self.host, taken.get(one.process.pid)) for one in self.collected]
         problems = [
             Problem(

@@ -126,6 +126,15 @@ def words_of(template: str) -> list[str]:
         raise UsageError(
             f"--via {template!r} does not say where the host's name goes", next_step=f"put {{host}} there, {_EXAMPLE}"
         )
+    # Elsewhere than before the host and behind a "--" it may be a name, as in ``-c ssh``.
+    host = next(number for number, word in enumerate(words) if _HOST in word)
+    behind = words.index("--") if "--" in words else len(words)
+    is_behind = any(Path(word).name == _JOINING for word in (*words[1:host], *words[behind:]))
+    if is_behind and Path(words[0]).name != _JOINING and not any(_COMMAND in word for word in words):
+        raise UsageError(
+            f"--via {template!r}: {_JOINING} has a shell take the command apart, so say where it goes",
+            next_step=f"--via {shlex.quote(f'{template} {_COMMAND}')}",
+        )
     if shutil.which(words[0]) is None:
         raise UsageError(f"--via: there is no command {words[0]} here", next_step="name its path, or set PATH")
     if Path(words[0]).name == _JOINING:

@@ -11,6 +11,8 @@ what it wrote as it did (``fault_stack``), and the record of one that raised (``
 
 from __future__ import annotations
 
+import functools
+
 from sglang_crashkit.handler.collectors.gpu import Cores, Driver, FlightRecorders
 from sglang_crashkit.handler.collectors.process_evidence import (
     take_native_stacks,
@@ -25,12 +27,13 @@ from sglang_crashkit.handler.incident_run import Collector, IncidentRun, Moment
 def collectors_of(received: Received, driver: Driver) -> tuple[Collector, ...]:
     """Return the table, for the server of which this was received, and its driver."""
     capture, ask, stop, core, write = Moment
+    flight_recorders = functools.partial(FlightRecorders, late=set())
     return (
         Collector("process states", capture, take_states, lambda run: run.rounds == 0),
         Collector("stacks", capture, take_stacks),
         Collector("GPU facts", ask, driver.ask, _concerns_gpus),
         # Each recorder has a time of its own within that of the moment.
-        Collector("flight recorders", ask, FlightRecorders, _concerns_gpus),
+        Collector("flight recorders", ask, flight_recorders, _concerns_gpus),
         Collector("native stacks", stop, take_native_stacks, wants_native),
         Collector("GPU cores", core, Cores, lambda run: run.is_ending and _concerns_gpus(run)),
         Collector("last signs", write, received.take_last_signs),

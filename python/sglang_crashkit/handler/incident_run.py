@@ -54,6 +54,8 @@ _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"}
 _MAX_PEERS, _MAX_WAITING = 64, 1024
 #: So many of the innermost frames of a thread that ended are told.
 _MAX_THREAD_FRAMES = 16
+#: Characters of what a process says of its failure, and of what is told where nothing could be judged.
+_MAX_MESSAGE, _MAX_PLAIN = 300, 2000
 #: The longest that an incident is judged and rendered, and that the judge is asked while others wait, in seconds; and
 #: what comes of it, in bytes. Of 512 ranks it takes 0.6 s, and is 1 MB.
 _CONCLUDE_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 2.0, 16 << 20
@@ -311,7 +313,9 @@ class IncidentRun:
         """Return who failed first, without the judge."""
         verdict = self.incident.verdict = judge(self.incident, None)
         self.incident.cause = None
-        words = redact_text(f"{verdict.text} The incident could not be judged: the crash handler's log says why.")
+        words = redact_text(
+            f"{verdict.text[:_MAX_PLAIN]} The incident could not be judged: the crash handler's log says why."
+        )
         summary = f"# {self.incident.kind}\n\n{words}\n"
         return Conclusion(self.incident.to_json(), summary, exit_status_of(self.incident), [words], [words], words)
 
@@ -429,7 +433,7 @@ class IncidentRun:
         """
         report = self.report(process)
         # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
-        message = message.encode(errors="backslashreplace").decode()
+        message = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
         told = {"caught": True} if caught else {}
         self.note(seconds, "exception", pid=process.pid, title=process.title, message=message, **told)
         if self.finished:
@@ -452,7 +456,7 @@ class IncidentRun:
     ) -> list[str]:
         """Take in that a process goes on without a thread that raised, and its record; return the thread's frames."""
         report, frames = self.report(process), list[str]()
-        message, thread = (text.encode(errors="backslashreplace").decode() for text in (message, thread))
+        message, thread = (text[:_MAX_MESSAGE].encode(errors="backslashreplace").decode() for text in (message, thread))
         if record is not None:
             frames = process_evidence.adopt_record(record, report, self.folder, "thread_exception")
         self.recall_dead_thread(process, seconds, thread, message, frames)

@@ -73,8 +73,8 @@ class CrashHandler:
         hangs = HangDetector(self.tree, session, settings, log.say)
         #: Each does what is due of it, and returns when something is due next, by the monotonic clock.
         self._parts = (
-            session,
             hangs,
+            session,
             self._shared_memory,
             self._metrics,
             self._marker,
@@ -265,6 +265,7 @@ class CrashHandler:
             act = functools.partial(lambda part: dues.append(part.act_on_time()), part)
             if not self._guard(f"what is due of {type(part).__name__}", act):
                 self._retry_at = now + _RETRY_SECS
+                dues.append(self._retry_at)
         self._due = max(min(dues, default=0.0), self._retry_at)
 
     def _over_at(self) -> float:

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 #: A scheduler whose server's health check failed is silent when it gave no sign for so long, in seconds: an idle one
 #: gives one every second.
 SILENT_SECS = 2.0
+#: An incident that could not be finished so many times is left as its last checkpoint has it.
+_MAX_FINISHES = 3
 #: So many threads that ended are remembered; and kinds of incidents that have nothing to do with those before.
 _MAX_THREADS, _OF_NO_THREAD = 8, frozenset({"thread_died", "peer_lost", "snapshot"})
 #: An incident of lost peers is whole after this time, in seconds: every rank of a server reports the same one.
@@ -87,6 +89,7 @@ class Session:
         self._dead_threads: deque[tuple[TrackedProcess, float, str, str, Sequence[str]]] = deque(maxlen=_MAX_THREADS)
         self._exiting: list[Message] = []
         self._raised: list[Message] = []
+        self._failed_finishes = 0
         self._collectors = collectors
         #: The incident of lost peers, and when the last loss came, by the monotonic clock.
         self._losses: IncidentRun | None = None
@@ -235,7 +238,11 @@ class Session:
                 if not self._gather_the_rest(run):
                     return
             except Exception as error:  # noqa: BLE001 - as above
+                self._failed_finishes += 1
                 self.note_error("finish", error)
+                if self._failed_finishes < _MAX_FINISHES:
+                    # The next turn tries again: an error may give descriptors back.
+                    return
                 # It stays as its last checkpoint has it, for `unfinished`.
                 run.finished = True
                 self.triage.done("finish", time.monotonic())
@@ -520,5 +527,5 @@ class Session:
     def _forget(self) -> None:
         if self.run is not None:
             self.run.give_up("it is over")
-        self.run = None
+        self.run, self._failed_finishes = None, 0
         self._tree.forget_dead()

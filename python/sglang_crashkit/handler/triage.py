@@ -250,8 +250,8 @@ class Triage:
     # -- failures that are reported
 
     def _on_exception(self, seen: Seen, now: float) -> None:
-        if seen.soft and (self.shutdown.draining or seen.pid in self.shutdown.expected):
-            # It ends as it was asked to.
+        if (seen.soft or seen.caught) and (self.shutdown.draining or seen.pid in self.shutdown.expected):
+            # It ends as it was asked to, or meets a peer that did.
             self._add("drop_record")
             self._add("answer_captured")
             return
@@ -259,7 +259,7 @@ class Triage:
         if not seen.caught or (self.stage is not None and self.stage.finished):
             self._make_room()
         stage = self.stage or self._open("exception", "exception", seen, now)
-        if not self.is_ending:
+        if not self.is_ending and not seen.caught:
             stage.soft_until = None
         is_replaced = seen.role == _WORKER
         event = Event.CAUGHT if seen.caught else Event.WORKER_DIED if is_replaced else Event.RAISED
@@ -323,7 +323,7 @@ class Triage:
         # The HTTP server starts a worker anew that ended by itself.
         stage.observed = seen.role == _WORKER
         self._add("answer_when_finished")
-        stage.finishes_then = stage.sample_again_at is not None
+        stage.finishes_then = stage.sample_again_at not in (None, float("inf"))
         if not stage.finishes_then:
             self._add("finish")
 

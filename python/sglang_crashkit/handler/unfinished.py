@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import logging
 import os
 import shutil
@@ -34,7 +35,7 @@ from sglang_crashkit.kernel.private_files import (
     write_private,
 )
 from sglang_crashkit.model import SCHEMA_VERSION
-from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident
+from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident, ServerInfo, Trigger, iso_time
 from sglang_crashkit.model.incident_log import LOG, IncidentLog
 from sglang_crashkit.settings import ENDED, DiskLimits
 from sglang_crashkit.view.markdown import format_summary
@@ -50,6 +51,8 @@ _WORDS = "The crash handler was killed before it was done."
 #: The owner of a folder may be about to lock it for so long, and where there are no locks it is done after so long, in
 #: seconds.
 AGE_SECS, _AGE_WITHOUT_LOCKS_SECS = 10.0, 300.0
+#: One whose log cannot be read is finished as one of which nothing is known after this time, in seconds.
+_AGE_UNREADABLE_SECS = 3600.0
 MAX_FINISHED, _MAX_FREE = 100, 1000
 #: The longest that one of them may take, and all together, in seconds. What is left then is tried at the next start.
 _EACH_SECS, _ALL_SECS = 5.0, 10.0
@@ -208,7 +211,11 @@ def _finish(folder: Path, final: Path) -> bytes:
         name = parse_name(folder.name)
         is_of_marker = name is not None and name.kind == VANISHED
         if incident is None and any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise OSError(errno.EIO, "its log cannot be read")
+            if name is None or time.time() - folder.lstat().st_mtime < _AGE_UNREADABLE_SECS:
+                raise OSError(errno.EIO, "its log cannot be read")
+            # What is there is kept for as long as that of any other incident.
+            trigger = Trigger("unknown", iso_time(name.seconds), 0, "unknown")
+            incident = Incident(name.id, name.kind, trigger, ServerInfo(0, "unknown", "unknown", "unknown"))
         if incident is None or (is_of_marker and (_spool_of(incident, folder) / MARKER).exists()):
             # It holds nothing, or is made of that anew.
             shutil.rmtree(folder)
@@ -267,16 +274,22 @@ def _mark_incomplete(incident: Incident, folder: Path) -> None:
 def _adopt_records(incident: Incident, folder: Path) -> None:
     """Move in what failing ranks of that server wrote of themselves and no incident took in."""
     spool = _spool_of(incident, folder)
-    for pid in [process.pid for process in incident.processes]:
+    for process in incident.processes:
+        pid = process.pid
         record = spool / f"exception-{pid}.json"
         if record.is_symlink() or not record.is_file():
             continue
-        if any(folder.glob(_PIECES["exception"].format(pid))):
+        taken = list(folder.glob(_PIECES["exception"].format(pid)))
+        if any(filecmp.cmp(record, one, shallow=False) for one in taken):
             # The handler was killed when it had taken it in and not yet removed it here.
             record.unlink()
         else:
             (folder / "ranks").mkdir(mode=0o700, exist_ok=True)
-            record.replace(folder / "ranks" / f"rank-{pid}.exception.json")
+            name = f"ranks/rank-{pid}.exception{len(taken) or ''}.json"
+            record.replace(folder / name)
+            if taken:
+                # One that SGLang caught is among the pieces already.
+                process.evidence.append(Evidence("exception", "captured", name))
 
 
 def _spool_of(incident: Incident, folder: Path) -> Path:

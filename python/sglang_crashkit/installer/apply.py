@@ -296,7 +296,10 @@ def _folders(path: Path, package: Path) -> Iterable[Path]:
 
 
 def _write(path: Path, data: bytes, *, like: Path) -> None:
-    """Write `data` to a file that does not exist yet, with the mode and owner of `like`, and sync it."""
+    """Write `data` to a file that does not exist yet, with the mode and owner of `like`, and sync it.
+
+    Raises RefusedError where somebody who may read `like` could not read it.
+    """
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -308,6 +311,13 @@ def _write(path: Path, data: bytes, *, like: Path) -> None:
                 os.fchown(file.fileno(), uid, wanted.st_gid)
                 break
         os.fchmod(file.fileno(), stat.S_IMODE(wanted.st_mode) & (0o666 if stat.S_ISDIR(wanted.st_mode) else 0o7777))
+        own = os.fstat(file.fileno())
+        is_group_kept = own.st_gid == wanted.st_gid or not wanted.st_mode & stat.S_IRGRP
+        if not wanted.st_mode & stat.S_IROTH and not (own.st_uid == wanted.st_uid and is_group_kept):
+            raise RefusedError(
+                f"{like} is of user {wanted.st_uid} and group {wanted.st_gid}, who could not read what took its place",
+                next_step="run the same command as that user",
+            )
         os.fsync(file.fileno())
 
 
@@ -342,7 +352,8 @@ def exclusive(dist_info: Path, *, wait: float = LOCK_WAIT) -> Iterator[None]:
     Raises CrashkitError where another process still has it, and OSError.
     """
     # Nothing is written to it, but a network file system locks only what may be written (flock(2)).
-    with (dist_info / "METADATA").open("r+b") as file:
+    metadata = dist_info / "METADATA"
+    with metadata.open("r+b" if os.access(metadata, os.W_OK) else "rb") as file:
         deadline = time.monotonic() + wait
         while True:
             try:

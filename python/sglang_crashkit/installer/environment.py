@@ -27,6 +27,7 @@ class Kit:
     version: str
     root: Path  # the folder on ``sys.path`` that it comes from
     missing: dict[str, str]  # function that the patches call → why it cannot be imported there
+    only_by_python_path: bool = False  # it is found through ``PYTHONPATH`` alone, and SGLang is not
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
     dist_info = Path(found["dist_infos"][0])
     site, version = dist_info.parent, str(found["version"])
     there = answer["kit"]
-    kit = there and Kit(there["version"], Path(there["root"]), there["missing"])
+    given = answer["python_path"]
+    kit = there and Kit(
+        there["version"], Path(there["root"]), there["missing"], there["root"] in given and str(site) not in given
+    )
     environment = Environment(python, version, site / "sglang", dist_info, kit, answer["has_pip"])
     if found["editable"] is not None:
         raise RefusedError(
@@ -157,6 +161,8 @@ def require_kit(environment: Environment) -> None:
     elif kit.version != __version__:
         why = f"imports sglang_crashkit {kit.version}, but this is {__version__}"
         install = f"{install}, or {python} -m sglang_crashkit apply"
+    elif kit.only_by_python_path:
+        why = f"finds sglang_crashkit through PYTHONPATH alone ({kit.root}): without it, a server has no kit"
     elif kit.missing:
         why = "cannot import {}: {}".format(*next(iter(kit.missing.items())))
     else:

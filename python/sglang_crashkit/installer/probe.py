@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -61,8 +62,10 @@ def main() -> None:
     """Print the answer as one line of JSON after whatever start-up files print."""
     if sys.path and not sys.path[0]:
         del sys.path[0]  # with -c it is the working directory, where a server need not run
+    parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     answer = {
         "has_pip": importlib.util.find_spec("pip") is not None,
+        "python_path": [str(Path(part).resolve()) for part in parts if part],
         "sglang": find_sglang(),
         "kit": find_kit(sys.argv[1:]),
     }

@@ -62,7 +62,10 @@ def release_of(wheel: Path) -> str:
 
 def _fits(wheel: Path, python_tag: str | None) -> bool:
     """Return whether a python with `python_tag` can install it; None stands for any python."""
-    tags = parse_wheel_filename(wheel.name)[3]
+    try:
+        tags = parse_wheel_filename(wheel.name)[3]
+    except InvalidWheelFilename:
+        return False
     return python_tag is None or any(tag.interpreter in (python_tag, "py3") or tag.abi == "abi3" for tag in tags)
 
 

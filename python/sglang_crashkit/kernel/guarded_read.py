@@ -1,11 +1,13 @@
 """Read those files of ``/proc`` that wait for the process they tell of, with a deadline.
 
-The kernel reads ``cmdline``, ``environ``, ``maps`` and ``smaps`` under the target's mmap lock. A process whose driver
-hangs holds that lock for ever, one that forks with hundreds of gigabytes for seconds, and every reader waits with it.
-Other files of ``/proc`` wait for nothing.
+The kernel reads ``cmdline``, ``environ``, ``maps`` and ``smaps`` under the target's mmap lock, and the first two out of
+its memory. A process whose driver hangs holds that lock for ever, one that forks with hundreds of gigabytes for
+seconds, and every reader waits with it. ``comm``, ``stat``, ``status``, ``wchan``, ``cgroup``, ``exe``, ``cwd`` and
+``fd`` wait for nothing and need no guard.
 
 A thread that waits so cannot be ended, and its process keeps its locks and sockets until then. So a helper, a fork that
-holds nothing but two pipes, reads in its place; it is killed when a read takes too long, and another one takes over.
+holds nothing but two pipes, reads in its place; it is killed when a read takes too long, and another one takes over. A
+process that let a read wait is left alone for a while.
 """
 
 from __future__ import annotations
@@ -25,15 +27,19 @@ from pathlib import Path
 from sglang_crashkit.kernel.forked import fork_apart, is_reaped
 
 #: The longest that one read may take, in seconds; it takes some 50 us otherwise.
-DEADLINE_SECS = 0.1
-#: For how long a process that let a read wait is left alone, in seconds.
-_SKIP_SECS = 10.0
+DEADLINE_SECS = 0.25
+#: Where several processes let reads wait, each further one is given half of the time, down to this.
+_LEAST_SECS = 0.03
+#: A process that let a read wait is left alone for so long, in seconds; twice as long each time it does so again.
+_SKIP_SECS, _MAX_SKIP_SECS = 5.0, 60.0
 #: What is longer is not read: the maps of a process with 65,530 mappings take 8 MB.
 _MAX_BYTES = 32 << 20
 #: Helpers that even SIGKILL did not end yet, as where a page of the target comes from a disk that hangs.
 _MAX_STUCK = 8
+_MAX_SKIPPED = 1024
 #: Of a machine that is busy, a helper that waits for nothing but a processor is given so much longer, in seconds.
 _STARVED_SECS, _STARVED_STEP_SECS = 2.0, 0.02
+_REAP_SECS = 0.02
 _LOCK_SECS = 3.0
 #: What a helper answers first: an errno, 0 if absent, and how many bytes follow.
 _ANSWER = struct.Struct("=iQ")
@@ -49,11 +55,11 @@ class GuardedReader:
     """Reads files one after the other, each within a deadline. May be used by several threads."""
 
     def __init__(self, deadline_secs: float = DEADLINE_SECS) -> None:
-        self._deadline_secs = deadline_secs
+        self._max_secs = self._deadline_secs = deadline_secs
         self._lock = threading.Lock()
         self._helper: _Helper | None = None
         self._stuck: list[int] = []
-        self._skipped: dict[Path, float] = {}  # until when, by the file's folder
+        self._skipped: dict[str, tuple[float, float]] = {}  # until when, and for how long, by the file's folder
 
     def read(self, path: Path) -> bytes:
         """Return what the file holds.
@@ -62,16 +68,25 @@ class GuardedReader:
             BlockedReadError: it did not come in time, or not long ago, and was not tried again.
             OSError: it cannot be read, or is too long.
         """
+        target = str(path.parent)
         if not self._lock.acquire(timeout=_LOCK_SECS):
             raise BlockedReadError(errno.EBUSY, "other reads take too long", str(path))
         try:
-            now = time.monotonic()
-            self._skipped = {folder: until for folder, until in self._skipped.items() if until > now}
-            if path.parent in self._skipped:
+            until, how_long = self._skipped.get(target, (0.0, 0.0))
+            if time.monotonic() < until:
                 raise BlockedReadError(errno.ETIMEDOUT, "it let a read wait lately", str(path))
-            return self._read(path)
-        except _GoneError:
-            raise OSError(errno.EIO, "the process that reads for this one was killed", str(path)) from None
+            try:
+                data = self._read(path)
+            except BlockedReadError:
+                how_long = min(max(_SKIP_SECS, 2 * how_long), _MAX_SKIP_SECS)
+                if len(self._skipped) >= _MAX_SKIPPED:
+                    self._skipped.clear()
+                self._skipped[target] = (time.monotonic() + how_long, how_long)
+                self._deadline_secs = max(_LEAST_SECS, self._deadline_secs / 2)
+                raise
+            self._skipped.pop(target, None)
+            self._deadline_secs = min(self._max_secs, 2 * self._deadline_secs)
+            return data
         finally:
             self._lock.release()
 
@@ -81,26 +96,37 @@ class GuardedReader:
             self._end_helper()
 
     def _read(self, path: Path) -> bytes:
-        # After a fork of this process the helper is still the other one's; and it ends with the thread that started it.
-        if self._helper is not None and (self._helper.owner != os.getpid() or is_reaped(self._helper.pid)):
+        if self._helper is not None and self._helper.owner != os.getpid():
+            # After a fork of this process the helper is still the other one's.
             self._helper.close()
-            self._helper = None
-        if self._helper is None:
-            self._stuck = [pid for pid in self._stuck if not is_reaped(pid)]
-            if len(self._stuck) >= _MAX_STUCK:
-                raise OSError(errno.EAGAIN, f"{_MAX_STUCK} reads that were given up have not ended yet")
-            self._helper = _Helper()
-        try:
-            return self._helper.read(path, time.monotonic() + self._deadline_secs)
-        except BlockedReadError:
-            self._skipped[path.parent] = time.monotonic() + _SKIP_SECS
-            self._end_helper()
-            raise
+            self._helper, self._stuck = None, []
+        for _attempt in range(2):
+            if self._helper is None:
+                self._stuck = [pid for pid in self._stuck if not is_reaped(pid)]
+                if len(self._stuck) >= _MAX_STUCK:
+                    raise OSError(errno.EAGAIN, f"{_MAX_STUCK} reads that were given up have not ended yet")
+                self._helper = _Helper()
+            try:
+                return self._helper.read(path, time.monotonic() + self._deadline_secs)
+            except _GoneError:
+                # It ends with the thread that started it, or somebody killed it.
+                self._end_helper()
+            except BlockedReadError:
+                self._end_helper()
+                raise
+        raise OSError(errno.EIO, "the process that reads for this one was killed", str(path))
 
     def _end_helper(self) -> None:
-        if self._helper is not None:
-            self._stuck.append(self._helper.end())
-            self._helper = None
+        if self._helper is None:
+            return
+        pid = self._helper.end()
+        self._helper = None
+        deadline = time.monotonic() + _REAP_SECS
+        while not is_reaped(pid):
+            if time.monotonic() >= deadline:
+                self._stuck.append(pid)
+                return
+            time.sleep(0.001)
 
 
 class _GoneError(Exception):
@@ -108,7 +134,11 @@ class _GoneError(Exception):
 
 
 class _Helper:
-    """A process that reads; raises OSError where it cannot be started."""
+    """A process that reads.
+
+    Raises:
+        OSError: it cannot be started.
+    """
 
     def __init__(self) -> None:
         requests, self._requests = os.pipe()
@@ -125,7 +155,11 @@ class _Helper:
         os.set_blocking(self._answers, False)
 
     def read(self, path: Path, deadline: float) -> bytes:
-        """Return what a file holds by a time of the monotonic clock; see `GuardedReader.read`."""
+        """Return what a file holds; see `GuardedReader.read`. The deadline is by the monotonic clock.
+
+        Raises:
+            _GoneError: it has ended.
+        """
         request = os.fsencode(path)
         try:
             os.write(self._requests, struct.pack("=I", len(request)) + request)

@@ -185,6 +185,8 @@ def encode_begin(
             omitted["input_ids"] = describe(input_ids)
     encoded = _encode_fields(fields, omitted, truncated, most // 4)
     sizes = len(encoded), len(encoded_text), len(ids)
+    if BEGIN.size + sum(sizes) > most:
+        raise ValueError(f"what a request asks for takes {len(encoded)} bytes")
     head = BEGIN.pack(_BEGUN, has_text, id_size, *sizes, number, seconds)
     return b"".join((head, encoded, encoded_text, ids))
 

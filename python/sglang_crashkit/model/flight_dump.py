@@ -185,9 +185,9 @@ def parse_document(document: Any) -> FlightDump:
         raise FlightDumpError(f"no dump of a flight recorder: {error}") from None
     # One text may be that of many groups.
     texts = {group.ranks for group in told.pg_config.values()}
-    ranks = {text: sorted(set(map(int, re.findall(r"\d{1,9}", text)))) for text in texts}
+    ranks = {text: tuple(sorted(set(map(int, re.findall(r"\d{1,9}", text))))) for text in texts}
     groups = {
-        name: Group(_text(name), _text(group.desc).removeprefix("undefined"), tuple(ranks[group.ranks]))
+        name: Group(_text(name), _text(group.desc).removeprefix("undefined"), ranks[group.ranks])
         for name, group in told.pg_config.items()
         if name
     }

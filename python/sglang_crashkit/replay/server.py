@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import operator
 import os
 import random
 import socket
@@ -36,6 +35,8 @@ _END_SECS, INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 1.0
 _LOOK_SECS, _POLL_SECS, _HEALTH_SECS = 0.1, 0.05, 5.0
 #: So much of an answer is read at once, and kept of one that refuses, in bytes.
 _CHUNK, _MAX_PROBLEM = 1 << 16, 500
+#: No more requests are under way at once: each has a thread and a descriptor.
+_MAX_AT_ONCE = 512
 #: Requests that are replayed keep their distances, but for longer ones than this, in seconds.
 MAX_GAP_SECS = 1.0
 #: So often it is started at most: another program may take a port, or memory, that it needs.
@@ -129,15 +130,24 @@ def send_all(
     """
     answers: list[Answer] = []
 
-    def ask(request: StoredRequest) -> None:
-        answers.append(send(address, request.body, timeout_secs, request.path, is_meant))
+    free = threading.Semaphore(_MAX_AT_ONCE)
 
-    # A request that is stuck must not keep this process.
-    threads = [threading.Thread(target=ask, args=(request,), daemon=True) for request in requests]
-    arrived = [one.arrived for one in requests]
-    for thread, gap in zip(threads, (0.0, *map(operator.sub, arrived[1:], arrived)), strict=True):
-        time.sleep(min(max_gap_secs, max(0.0, gap)))
-        thread.start()
+    def ask(request: StoredRequest) -> None:
+        try:
+            answers.append(send(address, request.body, timeout_secs, request.path, is_meant))
+        finally:
+            free.release()
+
+    threads: list[threading.Thread] = []
+    for before, request in zip([None, *requests], requests, strict=False):
+        if before is not None and max_gap_secs:
+            time.sleep(min(max_gap_secs, max(0.0, request.arrived - before.arrived)))
+        while not free.acquire(timeout=_POLL_SECS):
+            if is_over():
+                return [*answers]
+        # A request that is stuck must not keep this process.
+        threads.append(threading.Thread(target=ask, args=(request,), daemon=True))
+        threads[-1].start()
     for thread in threads:
         while thread.is_alive() and not is_over():
             thread.join(_POLL_SECS)

@@ -98,9 +98,9 @@ def read_incident(folder: Path) -> Iterator[AnyEvent]:
     records: dict[int, Mapping[str, Any]] = {}
     samples: dict[int, list[Sample]] = {}
     for process in incident.processes:
-        # A path is the document's word: a name in the folder, or nothing.
+        # A path is the document's word: a name in the folder, or nothing. Of several the last one ended it.
         if names := _names_of(process, "exception"):
-            records[process.pid] = _read_json(folder / "ranks" / names[0])
+            records[process.pid] = _read_json(folder / "ranks" / names[-1])
         files = ((folder / "stacks" / name).with_suffix(".json") for name in _names_of(process, "stack"))
         stacks = [_main_frames(_read_json(file), process.pid) for file in files]
         samples[process.pid] = [

@@ -43,11 +43,13 @@ _TEXTS = ("text", "input_text", "origin_input_text")
 _AT_WORK, _LOCAL, _DECODED = ("cur_batch", "cur_batch_for_debug"), "batch", "running_batch"
 
 #: Threads that end in the same way, and exceptions that SGLang catches, are told of once in this time, in seconds; and
-#: so many ways in a process.
+#: so many ways that threads end in, in a process.
 _AGAIN_SECS, _MAX_WAYS = 60.0, 32
 _MAX_NAME = 120
 
 _lately, _numbers = Lately(_AGAIN_SECS, _MAX_WAYS), count(1)
+#: Of those that SGLang catches fewer: each holds up an event loop for as long as prompts are looked for in it.
+_caught_lately = Lately(_AGAIN_SECS, 4)
 #: The exception that this process told of last.
 _told: BaseException | None = None
 #: Before multiprocessing's own finalizers, which end this process's children.
@@ -98,7 +100,7 @@ def tell_caught(gpu: str | None = None) -> None:
     One that comes again and again is told once a minute. `gpu` is as of `tell_exception`.
     """
     error = sys.exc_info()[1]
-    if error is not None and _lately.is_news((type(error), *_places(error.__traceback__))):
+    if error is not None and _caught_lately.is_news((type(error), *_places(error.__traceback__))):
         _notify_of(error, "exception", "caught_exception", gpu=gpu, caught=True)
 
 

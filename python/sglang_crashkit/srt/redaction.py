@@ -71,6 +71,9 @@ def redact_dump(data: dict[str, Any]) -> None:
 def _copy(record: Any, secrets: set[str], depth: int) -> Any:
     """Return a copy of an object with fields, without the secrets in them."""
     copied = copy.copy(record)
+    if copied is record:
+        # There is only one, which the server uses.
+        return None
     # A configuration may refuse to be changed.
     change = force_setattr if isinstance(record, msgspec.Struct) else object.__setattr__
     for name, value in fields_of(record).items():

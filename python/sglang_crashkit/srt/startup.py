@@ -11,16 +11,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.settings import LAUNCH_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import log_incident, never_raises, request
 from sglang_crashkit.srt.redaction import redact
-from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor
+from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor, read_title
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,18 @@ _SETTLE_SECS = 0.02
 _DYING_SECS = 0.2
 #: A message that was begun is whole within this time, in seconds.
 _MESSAGE_SECS = 10.0
+_RECEIVING_SECS = 0.05
 _FIRST_REPORT_SECS, _MAX_REPORT_SECS = 30.0, 600.0
 _MAX_MESSAGE = 4000
+_MAX_CHILDREN = 16
 
 
 class StartupError(RuntimeError):
-    """Its `children` will not get ready: the first died, closed its pipe, garbled a message, failed, or was late."""
+    """A rank will not get ready; `children` are those that it is about, the one seen first first.
+
+    It ``died``, ``closed`` its pipe while it lives, ``garbled`` its message, ``failed`` by its own word, or took too
+    long (``timeout``).
+    """
 
     def __init__(self, kind: Kind, children: Sequence[Child], message: str) -> None:
         super().__init__(message)
@@ -46,14 +52,25 @@ class StartupError(RuntimeError):
 
 
 class Startup(Supervisor):
-    """One wait until all have said that they are ready, which began `waited_secs` ago."""
+    """One wait until all have said that they are ready, which began `waited_secs` ago.
 
-    def __init__(self, children: Sequence[Child], waited_secs: float = 0.0, clock: Clock | None = None) -> None:
+    The children may become more until `all_known` says that they are complete; what that raises ends the wait.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        all_known: Callable[[], bool] = lambda: True,
+        waited_secs: float = 0.0,
+        clock: Clock | None = None,
+    ) -> None:
         super().__init__(children, clock)
+        self._all_known = all_known
         self._timeout_secs = Settings.from_environ().startup_timeout_secs
         self._interval = _FIRST_REPORT_SECS
         self.began = self.clock.now() - waited_secs
         self._report_due = self.clock.now() + self._interval
+        self._receiving: dict[Child, _Receipt] = {}
 
     def run(self) -> list[Any]:
         """Return what each child with a pipe sent when it was ready, in order; what comes between is in the log.
@@ -62,7 +79,7 @@ class Startup(Supervisor):
             StartupError: one died, closed its pipe, sent something else, failed, or all took too long.
         """
         try:
-            while not all(child.ready for child in self.children):
+            while not (self._all_known() and all(child.ready for child in self.children)):
                 self._turn()
             self.wait(0.0)
             self._raise_deaths()
@@ -75,12 +92,19 @@ class Startup(Supervisor):
         return [child.info for child in self.children if child.reader is not None]
 
     def _turn(self) -> None:
-        for child in self.children:
+        for child in list(self.children):
             child.hold()
             child.look_up_title()
-        readers = {child.reader.fileno(): child for child in self.children if not child.ready}
+        readers = {
+            child.reader.fileno(): child
+            for child in list(self.children)
+            if not child.ready and child not in self._receiving
+        }
         for descriptor in self.wait(self._patience(), readers):
-            self._receive(readers[descriptor])
+            child = readers[descriptor]
+            self._receiving[child] = _Receipt(child.reader, self.clock.now())
+        for child, receipt in list(self._receiving.items()):
+            self._take(child, receipt)
         self._raise_deaths()
         self._act_on_time()
 
@@ -90,32 +114,22 @@ class Startup(Supervisor):
         dues = [self._report_due - now]
         if self._timeout_secs:
             dues.append(self.began + self._timeout_secs - now)
-        if any(not child.has_title for child in self.children):
+        if self._receiving:
+            dues.append(_RECEIVING_SECS)
+        if not self._all_known() or any(not child.has_title for child in list(self.children)):
             dues.append(TITLE_SECS)
         return max(0.0, min(dues))
 
-    def _receive(self, child: Child) -> None:
-        data, error = None, None
-
-        def read() -> None:
-            nonlocal data, error
-            try:
-                data = child.reader.recv()
-            except Exception as raised:  # noqa: BLE001 - unpickling may raise anything
-                error = raised
-
-        # A message that was only begun blocks its reader.
-        thread = threading.Thread(target=read, name="crashkit-startup", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            # The system gives no thread. Upstream reads in this one, and so does this.
-            read()
-        else:
-            self.clock.join(thread, _MESSAGE_SECS)
-            if thread.is_alive():
-                raise _failure("garbled", child, f"began a message and did not finish it within {_MESSAGE_SECS:g} s")
+    def _take(self, child: Child, receipt: _Receipt) -> None:
+        if receipt.thread.is_alive():
+            self.clock.join(receipt.thread, _RECEIVING_SECS)
+        if receipt.thread.is_alive():
+            if self.clock.now() < receipt.began + _MESSAGE_SECS:
+                return
+            raise _failure("garbled", child, f"began a message and did not finish it within {_MESSAGE_SECS:g} s")
+        del self._receiving[child]
         child.look_up_title()
+        error, data = receipt.error, receipt.data
         if isinstance(error, (EOFError, ConnectionError)):
             if not self.ended():
                 self.wait(_DYING_SECS)
@@ -144,7 +158,7 @@ class Startup(Supervisor):
         raise StartupError("died", dead, _of_deaths(dead, self.living(), self.began))
 
     def _act_on_time(self) -> None:
-        now, children = self.clock.now(), self.children
+        now, children = self.clock.now(), list(self.children)
         silent = [child for child in children if not child.ready]
         if silent and self._timeout_secs and now >= self.began + self._timeout_secs:
             limit = f"{self._timeout_secs:g} s (SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS)"
@@ -162,6 +176,28 @@ class Startup(Supervisor):
 
 def _failure(kind: Kind, child: Child, text: str, words: str = "") -> StartupError:
     return StartupError(kind, [child], f"{words}{child.label()} {text}.")
+
+
+class _Receipt:
+    """A message on its way: read by a thread of its own, because a message that was only begun blocks its reader."""
+
+    def __init__(self, reader: Any, began: float) -> None:
+        self._reader = reader
+        self.began = began
+        self.data: Any = None
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._read, name="crashkit-startup", daemon=True)
+        try:
+            self.thread.start()
+        except RuntimeError:
+            # The system gives no thread. Upstream reads in this one, and so does this.
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            self.data = self._reader.recv()
+        except Exception as error:  # noqa: BLE001 - unpickling may raise anything
+            self.error = error
 
 
 def readers_of(children: Iterable[Child]) -> list[Any]:
@@ -196,7 +232,10 @@ def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
 
 @never_raises
 def report(error: StartupError) -> dict[str, Any] | None:
-    """Tell the crash handler, wait until the incident is whole, and return its answer; None without a handler."""
+    """Tell the crash handler, wait until the incident is whole, and return its answer; None without a handler.
+
+    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
+    """
     event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
     named = [child for child in error.children if child.pid is not None]
     names = {str(child.pid): child.title or child.name or _short(child) for child in named}
@@ -209,6 +248,7 @@ def report(error: StartupError) -> dict[str, Any] | None:
 
 
 def _short(child: Child) -> str:
+    """Return the first words of `label`."""
     return child.label().partition(" (")[0]
 
 
@@ -221,6 +261,7 @@ def _exit_code(status: ExitStatus) -> int | None:
 
 
 def _of_deaths(dead: Sequence[Child], living: Sequence[Child], began: float) -> str:
+    """Describe deaths during the start; `began` is when the wait did, by the clock of the deaths."""
     names, times = [_short(child) for child in dead], [child.ended_at for child in dead]
     codes = ", ".join(str(_exit_code(child.exit)) for child in dead)
     subject = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
@@ -242,6 +283,7 @@ def _names(children: Iterable[Child], *, ready: bool) -> str:
 
 
 def _state(child: Child) -> str:
+    """Return what ``/proc`` says that it is doing."""
     if child.pid is None:
         return "its process is not known"
     status = procfs.read_status(child.pid)
@@ -250,4 +292,16 @@ def _state(child: Child) -> str:
     wchan = procfs.read_wchan(child.pid)
     parts = [status.get("State", "?") + (f" in {wchan}" if wchan else "")]
     parts += [f"{name} {status[name]}" for name in ("Threads", "VmRSS") if name in status]
+    if titles.role_of(child.title) == "data_parallel_controller":
+        parts.append(f"below it {_schedulers_below(child.pid)}")
     return ", ".join(parts)
+
+
+def _schedulers_below(pid: int) -> str:
+    found = []
+    for below in sorted(procfs.TreeScanner(pid).scan() - {pid}):
+        stat = procfs.read_stat(below)
+        # Its name always comes; the title, with the rank, may wait for the process.
+        if stat is not None and stat.comm.startswith("sglang::schedul"):
+            found.append(f"{read_title(below) or stat.comm} (pid {below}, {stat.state})")
+    return ", ".join(found[:_MAX_CHILDREN]) or "no scheduler has its title yet"

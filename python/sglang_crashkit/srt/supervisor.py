@@ -438,9 +438,15 @@ def register(processes: Iterable[Any]) -> None:
                 serving.started[stat.pid] = started[stat.pid]
     if os.environ.get(MODE_VARIABLE) == Mode.ELASTIC.value:
         # It may be told to go on without some of its ranks, and ends those by one of these two.
-        for pid, process in started.items():
+        for process in started.values():
             for name in {"kill", "terminate"} & set(dir(process)) - set(vars(process)):
-                setattr(process, name, before(getattr(process, name), functools.partial(_announce_end, pid)))
+                # It does not hold itself, so that it is freed as soon as nobody needs it.
+                end = functools.partial(_end, weakref.ref(process), getattr(type(process), name))
+                setattr(process, name, before(end, functools.partial(_announce_end, process.pid)))
+
+
+def _end(process: weakref.ref[Any], end: Callable[[Any], object]) -> object:
+    return end(process())
 
 
 def _announce_end(pid: int) -> None:
@@ -458,19 +464,29 @@ def wait_status(child: int) -> int:
 def join(*, is_ready: bool = False) -> None:
     """Say to the server's main process that this process is there, and what its title is; or that it `is_ready`."""
     path, _space, inode = os.environ.get(MEMBERS_VARIABLE, "").partition(" ")
+    # The process may be gone, and its pid another one's.
     try:
-        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        # Looked at before it is opened: to open what is another's may do something.
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except PermissionError:
         logger.warning("crash kit: the server's main process may not be inspected, so it does not know this process")
         return
     except OSError:
         return
-    # The process may be gone, and its pid another one's; or it ends meanwhile.
-    with os.fdopen(pipe, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        found = os.fstat(pipe)
+    try:
+        found = os.fstat(place)
         if S_ISFIFO(found.st_mode) and str(found.st_ino) == inode:
-            words = _READY if is_ready else procfs.read_title(os.getpid())
-            file.write(f"{os.getpid()} {words}\n".encode()[: select.PIPE_BUF])
+            pipe = os.open(f"/proc/self/fd/{place}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                words = _READY if is_ready else procfs.read_title(os.getpid())
+                os.write(pipe, f"{os.getpid()} {words}\n".encode()[: select.PIPE_BUF])
+            finally:
+                os.close(pipe)
+    except OSError:
+        # It has ended meanwhile.
+        return
+    finally:
+        os.close(place)
 
 
 @never_raises

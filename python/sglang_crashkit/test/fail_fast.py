@@ -127,7 +127,7 @@ class Watcher:
         any_status: bool = True,
         folder: Path | None = None,
     ) -> None:
-        self._source = source if callable(source) else list(source)
+        self._source = source if callable(source) or isinstance(source, list) else list(source)
         self._on_death = on_death
         self._any_status = any_status
         self._folder = folder

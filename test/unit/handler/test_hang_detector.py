@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.handler import hang_detector, incident
+from sglang_crashkit.handler import hang_detector, incident_run
 from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
@@ -169,7 +169,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, short_folder: Path) -> Iterator[None]
 
     # A busy machine takes longer to judge than a server is kept waiting for it.
     monkeypatch.setattr(
-        incident, "call_within", lambda _secs, work, *more, **keep: call_within(LONG, work, *more, **keep)
+        incident_run, "call_within", lambda _secs, work, *more, **keep: call_within(LONG, work, *more, **keep)
     )
     monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in last().compiling)
     monkeypatch.setattr(TrackedProcess, "state", property(lambda self: last().states.get(self.pid, "S")))

@@ -205,6 +205,16 @@ STORIES: dict[str, list[Step]] = {
         (6.0, TICK, f"{WENT_ON} finish"),
         (7.0, told("exception", RANK), f"write forget {RAISED}"),
     ],
+    "what a rank catches as a peer ends for a shutdown is none": [
+        (1.0, ended(RANK, "SIGTERM"), LEFT),
+        (1.3, told("exception", OTHER, caught=True), "permit:observe add_exception answer_captured"),
+        (1.5, torn_down(ROOT, RANK, OTHER), "discard"),
+    ],
+    "nor as the server drains": [
+        (1.0, told("draining"), "note:draining"),
+        (1.1, ended(RANK, 0), "mark_exited forget_process"),
+        (1.2, told("exception", OTHER, caught=True), "drop_record answer_captured"),
+    ],
     "its later exit joins it": [
         (1.0, told("exception", RANK), RAISED),
         (1.1, ended(RANK, 1), "mark_exited add_exit"),

@@ -118,6 +118,18 @@ def test_a_failing_ranks_own_record_is_taken_in(tmp_path: Path) -> None:
     assert all((tmp_path / name).exists() for name in theirs)
 
 
+def test_the_record_that_ended_a_rank_stays_beside_one_that_sglang_caught(tmp_path: Path) -> None:
+    spool = tmp_path / ".spool-77-1-5"
+    spool.mkdir()
+    (spool / "exception-8.json").write_text('{"message": "the last one"}')
+    caught = {"ranks/x-8.exception.json": '{"message": "caught"}'}
+    server = {"pid": 77, "start_ticks": 1, "pid_namespace": 5, "hostname": "h"}
+    abandon(tmp_path, processes=[REPORT], server=server, pieces=caught)
+    (path,) = finish_abandoned(tmp_path)
+    said = sorted(json.loads(each.read_text())["message"] for each in path.glob("ranks/*.exception*.json"))
+    assert said == ["caught", "the last one"]
+
+
 def test_one_that_holds_nothing_is_removed(tmp_path: Path) -> None:
     folder = IncidentFolder(tmp_path, "killed", "0123abcd", NOON)
     folder.ownership.release()
@@ -129,13 +141,17 @@ def test_one_that_holds_nothing_is_removed(tmp_path: Path) -> None:
     assert not folder.path.exists()
 
 
-def test_one_whose_log_is_gone_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_whose_log_is_gone_stays_for_an_hour(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     partial = abandon(tmp_path, processes=[REPORT], pieces={"stacks/x-8.txt": "x"})
     (partial / "events.jsonl").unlink()
-    age(partial)
+    os.utime(partial, (time.time() - 60.0,) * 2)
     assert finish_abandoned(tmp_path) == []
     assert (partial / "stacks/x-8.txt").exists()
     assert "its log cannot be read" in caplog.text
+    # Then it counts, and goes, like any other.
+    os.utime(partial, (time.time() - 4000.0,) * 2)
+    (finished,) = finish_abandoned(tmp_path)
+    assert (finished / "stacks/x-8.txt").exists()
 
 
 def test_one_that_is_still_written_is_left_alone(tmp_path: Path) -> None:

@@ -333,3 +333,31 @@ def test_a_second_process_gets_an_error_unless_the_first_died(environment):
     os.waitpid(child, 0)
     with exclusive(environment.dist_info, wait=0):
         pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_files_that_their_owner_could_not_read_any_more_are_refused(environment, kit):
+    for path in [environment.site, *environment.site.rglob("*")]:
+        path.chmod(0o770 if path.is_dir() else 0o640)
+        os.chown(path, 1001, 2000)
+    pristine = snapshot(environment.site)
+
+    def change() -> None:
+        os.setgroups([2000])
+        os.setgid(1002)
+        os.setuid(1002)
+        with pytest.raises(RefusedError, match="user 1001 and group 2000"):
+            apply(environment, kit.patches, kit.lock)
+
+    for folder in environment.site.parents:
+        if folder.stat().st_mode & 0o005 != 0o005 and folder != Path("/"):
+            folder.chmod(0o755)
+    pid = os.fork()
+    if not pid:
+        try:
+            change()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert snapshot(environment.site) == pristine

@@ -58,6 +58,9 @@ def test_a_python_without_the_kit_is_told_the_install_command(venv, site, monkey
     with pytest.raises(RefusedError, match="cannot import sglang_crashkit") as caught:
         require_kit(find_environment(str(venv)))
     assert caught.value.next_step.startswith(f"uv pip install --python {venv}/bin/python ")
+    monkeypatch.setenv("PYTHONPATH", str(KIT_ROOT))
+    with pytest.raises(RefusedError, match="through PYTHONPATH alone"):
+        require_kit(find_environment(str(venv)))
 
 
 def test_a_python_without_sglang_is_named(venv, bare_site):

@@ -155,6 +155,9 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     if args.when_unhealthy is not None:
         args.pid = _wait_until_unhealthy(args, wait_secs, is_one=not several) or args.pid
     else:
+        if wait_secs and not several:
+            # Better told before a long wait than after it.
+            _require_one_server(find())
         _wait(wait_secs, lambda: _overview(find()))
     found = find()
     for line in _passed_over(found):

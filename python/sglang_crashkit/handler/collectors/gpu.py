@@ -156,10 +156,12 @@ class _Asked:
 class FlightRecorders(Awaited):
     """The flight recorders of one incident, of NCCL and of gloo, which may answer until `deadline`.
 
-    Of the dead, too: PyTorch writes a dump before it ends a process by itself.
+    Of the dead, too: PyTorch writes a dump before it ends a process by itself. The dump of the processes in `late` may
+    still come from an earlier incident; those that are given up now are added.
     """
 
-    def __init__(self, run: IncidentRun, deadline: float) -> None:
+    def __init__(self, run: IncidentRun, deadline: float, late: set[int]) -> None:
+        self._late = late
         self._run, self._began, self._deadline = run, time.monotonic(), deadline
         self._under_way: list[_Asked] = []
         self._records: list[RankRecord] = []
@@ -169,7 +171,8 @@ class FlightRecorders(Awaited):
         self._schedulers = [process for process in run.tree if process.role == "scheduler"]
         for process in self._schedulers:
             place = FlightPlace.read(run.runtime, process.pid, process.handle.start_ticks)
-            nccl = FlightRequest(process.pid, place) if place is not None else None
+            is_late = process.pid in late
+            nccl = FlightRequest(process.pid, place, is_late=is_late) if place is not None else None
             if process.exited_at is None:
                 self._ask(process, "nccl", nccl)
                 hooks = HookFiles.of(run.runtime, process.pid, process.handle.start_ticks)
@@ -218,6 +221,7 @@ class FlightRecorders(Awaited):
                     self._fail(asked, f"it ended before its dump was whole: {asked.request.leftover()}")
                 elif is_late:
                     secs = asked.deadline - self._began
+                    self._note_late(asked)
                     self._fail(asked, f"not whole within {secs:.1f} s: {asked.request.leftover()}")
             if time.monotonic() >= began + _READING_SECS:
                 return
@@ -225,7 +229,12 @@ class FlightRecorders(Awaited):
     def give_up(self, reason: str) -> None:
         """Wait no longer, for a reason that is noted."""
         for asked in list(self._under_way):
+            self._note_late(asked)
             self._fail(asked, f"{reason}: {asked.request.leftover()}")
+
+    def _note_late(self, asked: _Asked) -> None:
+        if asked.recorder == "nccl":
+            self._late.add(asked.process.pid)
 
     def _ask(self, process: TrackedProcess, recorder: Recorder, request: FlightRequest | GlooRequest | None) -> None:
         stat = procfs.read_stat(process.pid)

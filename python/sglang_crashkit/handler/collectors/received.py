@@ -104,6 +104,10 @@ def _guarded(kind: EvidenceKind, gather: Callable[..., Evidence], *arguments: An
         return Evidence(kind, "failed", reason=f"it cannot be read: {type(error).__name__}")
 
 
+#: So many journals of a process are held beside its last one.
+_MAX_EARLIER = 3
+
+
 class Held(NamedTuple):
     """A piece of memory that a process writes, or wrote."""
 
@@ -170,9 +174,30 @@ class HeldMemory:
 
 
 class RequestJournals(HeldMemory):
-    """The journals of this server."""
+    """The journals of this server: of a program that makes one engine after the other, the last four."""
 
     what = "request journal"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._earlier: dict[TrackedProcess, list[Held]] = {}
+
+    def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
+        """Hold one more journal of a process; see `HeldMemory.follow`."""
+        before, earlier = self.held.pop(process, None), self._earlier.pop(process, [])
+        super().follow(process, descriptor, modes)
+        earlier += [before] if before is not None else []
+        if process not in self.held and earlier:
+            self.held[process] = earlier.pop()
+        while len(earlier) > _MAX_EARLIER:
+            os.close(earlier.pop(0).descriptor)
+        if process in self.held:
+            self._earlier[process] = earlier
+
+    def _give_back(self, process: TrackedProcess) -> None:
+        super()._give_back(process)
+        for held in self._earlier.pop(process, ()):
+            os.close(held.descriptor)
 
     def take(self, run: IncidentRun, deadline: float) -> None:
         """Put what the journals hold now into an incident; a full one of 32 MiB takes about a second."""
@@ -180,7 +205,11 @@ class RequestJournals(HeldMemory):
             return
         # Before they are read: a process that ends meanwhile may have written more.
         dead, began = self.dead(), time.time() - (time.monotonic() - run.opened)
-        journals = [(process.pid, held.descriptor) for process, held in self.held.items()]
+        journals = [
+            (process.pid, held.descriptor)
+            for process, last in self.held.items()
+            for held in (*self._earlier.get(process, ()), last)
+        ]
         secs = max(0.0, deadline - time.monotonic())
         checks: dict[str, bool] = {}
         told = export_requests(journals, run.folder.opened, secs, run.folder.charge, began, checks)

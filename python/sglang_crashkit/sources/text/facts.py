@@ -202,7 +202,7 @@ def release_of(text: str) -> str:
 
 def _fields(text: str) -> Iterator[tuple[str, Any]]:
     starts = list(_ARGUMENT.finditer(text))
-    for match, following in zip(starts, [*starts[1:], None], strict=True):
+    for match, following in zip(starts, [*starts[1:], None], strict=False):
         value = text[match.end() : following.start() if following else len(text)]
         yield match[1], _value(value if following else value.rstrip().removesuffix(")"))
 

@@ -38,7 +38,7 @@ from sglang_crashkit.model.event import (
     Stop,
     Unread,
 )
-from sglang_crashkit.model.flight_dump import FlightDumpError
+from sglang_crashkit.model.flight_dump import MAX_BYTES, FlightDumpError
 from sglang_crashkit.model.sample import Sample, parse_pyspy
 from sglang_crashkit.redact import redact_json, redact_text
 from sglang_crashkit.sources.text import (
@@ -127,7 +127,7 @@ _LIBRARY = re.compile(
 #: What runs in one process alone whose lines have no name, which a rank's line may stand before.
 _WITHOUT_A_NAME = {"run_detokenizer_process": "detokenizer", "init_tokenizer_manager": "tokenizer"}
 #: Of one file: bytes that are held at once where it is no log; files in a folder; distinct lines of a level.
-_MAX_WHOLE, _MAX_FILES, _MAX_LINES = 64 << 20, 4096, 4000
+_MAX_WHOLE, _MAX_JSON, _MAX_FILES, _MAX_LINES = 64 << 20, 8 << 20, 4096, 4000
 #: Of a message, characters; lines after its first one, and characters of each.
 _MAX_MESSAGE, _MAX_MORE, _MAX_MORE_LINE = 2000, 12, 300
 #: Of each process, the last lines that say nothing bad, and the last batches.
@@ -324,18 +324,21 @@ class _File:
 
     def _special(self, head: bytes, opened: BinaryIO) -> bool:
         """Read a file that is no text by lines; return whether it was one."""
-        forms: tuple[tuple[bool, str, Callable[[bytes], Iterable[AnyEvent]]], ...] = (
-            (recorders.is_dump(head), "a dump of a flight recorder", partial(recorders.collectives_of, path=self.path)),
-            (crash_dumps.is_dump(head), "a dump of requests", crash_dumps.events_of),
-            (snapshots.is_snapshot(head), "a snapshot of collect", snapshots.stacks_of),
-            (cluster.is_inspection(head), "what Docker says about a container", cluster.inspected),
-            (bool(_PYSPY.match(head)) and b'"frames"' in head, "stacks of py-spy", _pyspy_stacks),
+        dump = partial(recorders.collectives_of, path=self.path)
+        # What is JSON takes many times its size.
+        forms: tuple[tuple[bool, str, Callable[[bytes], Iterable[AnyEvent]], int], ...] = (
+            (recorders.is_dump(head), "a dump of a flight recorder", dump, MAX_BYTES),
+            (crash_dumps.is_dump(head), "a dump of requests", crash_dumps.events_of, _MAX_WHOLE),
+            (snapshots.is_snapshot(head), "a snapshot of collect", snapshots.stacks_of, _MAX_WHOLE),
+            (cluster.is_inspection(head), "what Docker says about a container", cluster.inspected, _MAX_JSON),
+            (bool(_PYSPY.match(head)) and b'"frames"' in head, "stacks of py-spy", _pyspy_stacks, _MAX_JSON),
         )
-        what, events_of = next(((what, read_it) for is_it, what, read_it in forms if is_it), ("", None))
+        found = next((form for form in forms if form[0]), None)
         text = ""
-        if events_of is not None:
+        if found is not None:
+            _is_it, what, events_of, most = found
             try:
-                for event in events_of(head + self._some(opened, _MAX_WHOLE)):
+                for event in events_of(head + self._some(opened, most)):
                     self._add("", msgspec.structs.replace(event, order=self.order, source=self.path.name))
             except (FlightDumpError, ValueError) as error:
                 text = f"{what} that cannot be read: {error}"
@@ -344,7 +347,7 @@ class _File:
             text = f"{kind}, which is not read"
         if text:
             self.events.append(("", Unread(order=self.order, source=self.path.name, text=text)))
-        return events_of is not None or bool(text)
+        return found is not None or bool(text)
 
     def _read_lines(self, head: bytes, opened: BinaryIO) -> None:
         text = head.decode(errors="replace")

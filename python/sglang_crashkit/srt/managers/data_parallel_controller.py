@@ -11,13 +11,15 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.kernel.procfs import open_files
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import startup, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
-from sglang_crashkit.srt.hooks import Function, in_place_of, note_failure
+from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises, note_failure
 from sglang_crashkit.srt.startup import Startup, StartupError
 from sglang_crashkit.srt.supervisor import Child
 
@@ -31,22 +33,29 @@ _thread = threading.local()
 
 
 def on_controller_exception() -> None:
-    """Tell the crash handler of the exception being handled, unless that ranks did not get ready, which it knows."""
+    """Tell the crash handler of the exception being handled, before the parent is told; see `tell_exception`.
+
+    That the ranks did not get ready has been told by then, and is no failure of the controller.
+    """
     if not isinstance(sys.exc_info()[1], StartupError):
         tell_exception()
 
 
 def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
-    """Return what the main thread waits on in place of the `ready_events` of threads that are about to start groups."""
-    try:
-        if Settings.from_environ().enabled:
-            groups = _Groups(controller, len(ready_events))
-            controller.scheduler_procs = _Processes(controller.scheduler_procs)
-            setattr(controller, _GROUPS, groups)
-            return [groups, *ready_events]
-    except Exception:  # noqa: BLE001 - upstream waits as it does
-        note_failure(on_scheduler_groups)
-    return ready_events
+    """Return what the main thread of a ``DataParallelController`` waits on in place of `ready_events`.
+
+    Of these there is one for each thread that is about to start a group; before them all groups are waited for.
+    """
+    return _group_events(controller, ready_events) or ready_events
+
+
+@never_raises
+def _group_events(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
+    if not Settings.from_environ().enabled:
+        return ready_events
+    groups = _Groups(controller, len(ready_events))
+    setattr(controller, _GROUPS, groups)
+    return [groups, *ready_events]
 
 
 def on_scheduler_group_launch(launch: Function) -> Function:
@@ -59,15 +68,12 @@ def on_scheduler_group_launch(launch: Function) -> Function:
             return launch(controller, *args, **kwargs)
         _thread.dp_rank = signature.bind(controller, *args, **kwargs).arguments.get("dp_rank")
         try:
-            result = launch(controller, *args, **kwargs)
+            return launch(controller, *args, **kwargs)
         except Exception as error:
-            if not isinstance(error, StartupError):
-                logger.exception("crash kit: data-parallel rank %s could not be started", _thread.dp_rank)
-            groups.end(error)
+            logger.exception("crash kit: data-parallel rank %s could not be started", _thread.dp_rank)
+            groups.error = error
             while True:
                 time.sleep(_FOREVER_SECS)
-        groups.end()
-        return result
 
     return in_place_of(launch, launch_in_thread)
 
@@ -82,14 +88,13 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
     try:
         if not Settings.from_environ().enabled or not startup.can_watch(readers, []):
             return readers
-        processes = controller.scheduler_procs
-        supervisor.register([process for process in list(processes) if process is not None])
+        supervisor.register(_own_processes(controller))
         members += _members_of_group(controller, readers)
         groups = getattr(controller, _GROUPS, None)
-        launched = groups.launched if isinstance(groups, _Groups) else startup.launched_at()
-        # Of those that an elastic controller starts later nothing waited before.
-        waited_secs = 0.0 if launched is None else time.monotonic() - launched + _HEAD_START_SECS
-        Startup(members, waited_secs).run()
+        if isinstance(groups, _Groups):
+            groups.join(members)
+        else:
+            Startup(_with_others(controller, members), waited_secs=_waited_secs()).run()
     except StartupError as error:
         startup.report(error)
         raise
@@ -98,56 +103,103 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
     return startup.readers_of(members) or readers
 
 
-class _Processes(list[Any]):
-    """The controller's processes, of which those are known that this thread added."""
-
-    def __init__(self, processes: Iterable[Any]) -> None:
-        super().__init__(processes)
-        self._own = threading.local()
-
-    def append(self, process: Any) -> None:
-        super().append(process)
-        self._own.processes = [*self.of_this_thread(), process]
-
-    def of_this_thread(self) -> list[Any]:
-        return getattr(self._own, "processes", [])
-
-
 class _Groups:
+    """The groups that threads start, and the one wait for all of them."""
+
     def __init__(self, controller: Any, expected: int) -> None:
-        self.launched = startup.launched_at()
         self._controller = controller
         self._missing = expected
-        self._error: Exception | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._members: list[Child] = []
+        #: What the main thread is to raise.
+        self.error: Exception | None = None
+        self._ready = threading.Event()
 
-    def end(self, error: Exception | None = None) -> None:
-        """Say that one more is ready, or that it will not be."""
-        with self._changed:
+    def join(self, members: list[Child]) -> None:
+        """Hand a group's members to the main thread; return when all groups are ready, and never if one will not be."""
+        with self._lock:
+            self._members += members
             self._missing -= 1
-            self._error = self._error or error
-            self._changed.notify()
+        while not self._ready.wait(_FOREVER_SECS):
+            pass
 
     def wait(self) -> None:
-        """Wait until all groups are ready, in the main thread; raises what a thread raised when it started one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or self._missing <= 0)
+        """Wait for all groups, in the main thread.
+
+        Raises:
+            StartupError: a scheduler will not get ready.
+            Exception: what a thread raised when it started its group.
+        """
+        try:
+            Startup(self._members, self._all_known, _waited_secs()).run()
+        except StartupError as error:
+            startup.report(error)
+            raise
+        except Exception:
+            if self.error is not None:
+                raise
+            # Each thread reads what is left of its group's pipes.
+            note_failure(self.wait)
         delattr(self._controller, _GROUPS)
-        if self._error is not None:
-            raise self._error
+        self._ready.set()
+
+    def _all_known(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        with self._lock:
+            if self._missing > 0:
+                return False
+            if self._missing == 0:
+                self._missing = -1
+                # One that died before its pipe could be told is watched all the same.
+                _with_others(self._controller, self._members)
+        return True
+
+
+def _waited_secs() -> float:
+    """Return how long the launching process has waited for this one's schedulers, with the head start, in seconds.
+
+    Of those that an elastic controller starts later nothing waited before.
+    """
+    launched = startup.launched_at()
+    return 0.0 if launched is None else time.monotonic() - launched + _HEAD_START_SECS
+
+
+def _own_processes(controller: Any) -> list[Any]:
+    # Released slots of an elastic controller are None.
+    return [process for process in list(controller.scheduler_procs) if process is not None]
+
+
+def _with_others(controller: Any, members: list[Child]) -> list[Child]:
+    """Return `members`, to which those of the controller's schedulers are added that are not among them."""
+    known = [member.process for member in members]
+    members += [Child("", process) for process in _own_processes(controller) if process not in known]
+    return members
 
 
 def _members_of_group(controller: Any, readers: Sequence[Any]) -> list[Child]:
     dp_rank = getattr(_thread, "dp_rank", None)
     group = "" if dp_rank is None else f"DP{dp_rank} "
-    processes: list[Any]
-    if started := getattr(controller, "prelaunched_schedulers", None):
-        # By the launching process; of these the pids are known.
-        pids = {id(reader): pid for pid, reader in started.values()}
-        processes = [pids.get(id(reader)) for reader in readers]
-    else:
-        known = controller.scheduler_procs
-        processes = (known.of_this_thread() if isinstance(known, _Processes) else [])[-len(readers) :]
-        processes = processes or list(known)[-len(readers) :]
+    processes = _launchers_processes(controller, readers) or _matching(_own_processes(controller), readers)
     pairs = enumerate(zip(processes, readers, strict=True))
     return [Child(f"{group}Rank {rank} scheduler", process, reader) for rank, (process, reader) in pairs]
+
+
+def _launchers_processes(controller: Any, readers: Sequence[Any]) -> list[Any]:
+    """Return the pids of the schedulers that the launching process started for the controller, None if unknown."""
+    started = getattr(controller, "prelaunched_schedulers", None)
+    if not started:
+        return []
+    pids = {id(reader): pid for pid, reader in started.values()}
+    return [pids.get(id(reader)) for reader in readers]
+
+
+def _matching(processes: Sequence[Any], readers: Sequence[Any]) -> list[Any]:
+    """Return the process at the other end of each pipe, None where it cannot be told.
+
+    Threads start their groups side by side, so that the order of the processes says nothing.
+    """
+    # The kernel's name of a pipe has its inode.
+    files = [(process, {path for _link, path in open_files(process.pid)}) for process in processes]
+    pipes = [Path(f"/proc/self/fd/{reader.fileno()}").readlink() for reader in readers]
+    return [next((process for process, opened in files if pipe in opened), None) for pipe in pipes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import sys
@@ -44,7 +45,7 @@ def watch_caught_exceptions() -> None:
         if fault is not None and name != fault.__module__ and getattr(module, _FAULT, None) == fault:
             setattr(module, _FAULT, before(fault, _tell_caught))
     scheduler: Any = getattr(modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
-    if hasattr(scheduler, _DISCARD):
+    if inspect.isfunction(inspect.getattr_static(scheduler, _DISCARD, None)):
         setattr(scheduler, _DISCARD, before(getattr(scheduler, _DISCARD), _tell_caught))
 
 

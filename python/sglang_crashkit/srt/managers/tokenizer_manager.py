@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -277,6 +276,21 @@ def safe_folder(folder: Path) -> Path:
 
 
 def give_name(temporary: Path, path: Path) -> Path:
-    """Give a file its name and return it: `path`, or with a number where that is taken."""
-    candidates = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
-    return temporary.rename(next(one for one in chain([path], candidates) if not os.path.lexists(one)))
+    """Give a file its name and return it: `path`, or with a number where that is taken.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    candidate, number = path, 1
+    while True:
+        try:
+            os.link(temporary, candidate)
+        except FileExistsError:
+            candidate, number = path.with_name(f"{path.stem}.{number}{path.suffix}"), number + 1
+        except OSError:
+            # A file system without hard links, which each says in its own way (EPERM, ENOTSUP, ENOSYS). Without them a
+            # second crash within a second replaces the first one's file.
+            temporary.replace(candidate)
+            return candidate
+        else:
+            return candidate

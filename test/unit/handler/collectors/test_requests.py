@@ -370,3 +370,20 @@ def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path) -> None:
     assert told.reason is not None
     assert "is not a folder" in told.reason
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_each_engine_of_a_program_has_a_journal(tmp_path: Path) -> None:
+    tree, journals = ProcessTree(os.getpid()), RequestJournals()
+    run = begin_incident(tree, tmp_path)
+    before = len(descriptors())
+    for number in range(6):
+        engine = ring()
+        engine.begin({"rid": f"of-{number}"})
+        journals.follow(tree.root, engine.fd)
+        engine.close()
+    journals.take(run, math.inf)
+    assert sorted(line["rid"] for line in lines(run.path)) == ["of-2", "of-3", "of-4", "of-5"]
+    journals.close()
+    assert len(descriptors()) <= before
+    run.discard()
+    tree.close()
