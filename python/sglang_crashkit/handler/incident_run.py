@@ -56,6 +56,8 @@ _MAX_PEERS, _MAX_WAITING = 64, 1024
 _MAX_THREAD_FRAMES = 16
 #: Characters of what a process says of its failure, and of what is told where nothing could be judged.
 _MAX_MESSAGE, _MAX_PLAIN = 300, 2000
+#: So many failures of one process are judged; all are in the timeline.
+_MAX_FAILURES = 64
 #: The longest that an incident is judged and rendered, and that the judge is asked while others wait, in seconds; and
 #: what comes of it, in bytes. Of 512 ranks it takes 0.6 s, and is 1 MB.
 _CONCLUDE_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 2.0, 16 << 20
@@ -412,7 +414,7 @@ class IncidentRun:
     def count_exit(self, process: TrackedProcess) -> None:
         """Take an exit for a failure, of a process that turned out to be more than a helper."""
         status = process.handle.exit_status()
-        self.incident.failures.append(
+        self._add_failure(
             FailureEvent(
                 pid=process.pid,
                 seconds=process.exited_at or clock.now(),
@@ -423,6 +425,11 @@ class IncidentRun:
                 is_answer=process.is_root and reports_crash(status.code),
             )
         )
+
+    def _add_failure(self, event: FailureEvent) -> None:
+        # Each checkpoint logs all of them; a process that has failed so often has no other to tell of.
+        if sum(one.pid == event.pid for one in self.incident.failures) < _MAX_FAILURES:
+            self.incident.failures.append(event)
 
     def add_exception(
         self, process: TrackedProcess, seconds: float, message: str, record: Path | None, *, caught: bool
@@ -442,7 +449,7 @@ class IncidentRun:
                 process_evidence.adopt_record(record, report, self.folder)
             self.checkpoint()
             return
-        self.incident.failures.append(FailureEvent(process.pid, seconds, "exception", message, caught=caught))
+        self._add_failure(FailureEvent(process.pid, seconds, "exception", message, caught=caught))
         if record is None:
             report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
         else:
@@ -470,7 +477,7 @@ class IncidentRun:
         self.note(seconds, "thread_died", pid=process.pid, title=process.title, **its)
         if not self.finished:
             words = f"its thread {thread or '?'}, which raised {message}"
-            self.incident.failures.append(FailureEvent(process.pid, seconds, "thread", words))
+            self._add_failure(FailureEvent(process.pid, seconds, "thread", words))
         self.checkpoint()
 
     def add_hang(self, process: TrackedProcess, seconds: float, fields: dict[str, Any]) -> None:
@@ -479,7 +486,7 @@ class IncidentRun:
         self.is_fatal_hang = self.is_fatal_hang or said["soft"] is not True
         how_long = f" for {said['silent_secs']:g} s" if said["silent_secs"] is not None else ""
         message = f"made no progress{how_long}: its watchdog timed out"
-        self.incident.failures.append(FailureEvent(process.pid, seconds, "hang", message))
+        self._add_failure(FailureEvent(process.pid, seconds, "hang", message))
         self.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **said)
 
     def add_peer(self, seconds: float, peer: LostPeer) -> bool:
@@ -531,7 +538,7 @@ class IncidentRun:
         else:
             # Named even where nothing could be collected of it.
             self.report(process)
-            self.incident.failures.append(FailureEvent(process.pid, now - secs, "hang", message))
+            self._add_failure(FailureEvent(process.pid, now - secs, "hang", message))
 
     def set_last_sign(self, process: TrackedProcess, sign: Heartbeat, secs: float) -> LastSign:
         """Take in what the heartbeat of a scheduler said last, so many seconds before it died or was looked at."""
