@@ -90,6 +90,9 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
 def _find(trials: _Trials, items: Sequence[StoredRequest], result: Result) -> None:
     suspected = [one.rid for one in trials.incident.suspects]
     # What is innocent costs no start of a server, and those that are suspected are few.
+    if not items:
+        result.reason = "the incident has no request that can be sent"
+        return
     groups = [*([item] for rid in suspected for item in items if rid in item.rids), items]
     for _number in range(_TRIES):
         group = next((one for one in groups if trials.fails(one)), None)
