@@ -338,9 +338,13 @@ def _require_one_server(found: Discovery) -> None:
     of_server = {one.server or one.pid: one for one in found.processes}
     if len(of_server) < 2:
         return
-    lines = (f"\n  --pid {pid}: {one.title}, port {one.port}" for pid, one in of_server.items())
+    listed = ""
+    for pid, one in of_server.items():
+        ranks = sum(each.server == one.server and each.role == "scheduler" for each in found.processes)
+        what = _counted(ranks, "scheduler", "schedulers") if ranks else one.title
+        listed += f"\n  --pid {pid}: {what}, {f'{one.side} side, ' if one.side else ''}port {one.port}"
     raise RefusedError(
-        f"there are {len(of_server)} SGLang servers on this host, so name one:{''.join(lines)}",
+        f"there are {len(of_server)} SGLang servers on this host, so name one:{listed}",
         next_step=f"sglang-crashkit collect --pid {next(iter(of_server))}, or --all-servers",
     )
 
