@@ -88,7 +88,7 @@ class Received:
 class FlightRequest:
     """One dump of one process, from the trigger to the whole file.
 
-    One that was asked for before and is `late` may be there by now, which nobody wrote unasked.
+    Where an earlier request for it came to no end, a dump that is there (`is_late`) was not written unasked.
     """
 
     def __init__(self, pid: int, place: FlightPlace, *, is_late: bool = False) -> None:

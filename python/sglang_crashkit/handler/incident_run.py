@@ -325,8 +325,11 @@ class IncidentRun:
         self, secs: float, kind: type[_Made], make: Callable[[], _Made], most: int = MAX_ANSWER
     ) -> _Made | None:
         """Return what a child makes within so many seconds; None where it fails, which the log then says."""
+
+        def work() -> bytes:
+            return json.dumps(msgspec.to_builtins(make()), default=str).encode()
+
         try:
-            work = lambda: json.dumps(msgspec.to_builtins(make()), default=str).encode()  # noqa: E731
             answer = call_within(secs, work, most, keep=[_LOG])
             return msgspec.convert(json.loads(answer), kind)
         except (OSError, ValueError, RecursionError) as error:

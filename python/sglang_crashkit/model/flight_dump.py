@@ -133,7 +133,7 @@ def load_plain(data: bytes) -> Any:
 
 
 def parse_dump(data: bytes) -> FlightDump:
-    """Return what the content of a dump says; FlightDumpError where it is none."""
+    """Return what the content of a dump says; raises FlightDumpError for anything else."""
     try:
         return parse_document(load_plain(data))
     except FlightDumpError as error:
@@ -172,7 +172,7 @@ class _Document(msgspec.Struct):
 
 
 def parse_document(document: Any) -> FlightDump:
-    """Return what the value of a dump says; FlightDumpError where it is none."""
+    """Return what the value of a dump says; raises FlightDumpError for anything else."""
     try:
         if not isinstance(document, dict):
             raise ValueError(f"a {type(document).__name__} stands in it where a dict belongs")

@@ -75,7 +75,7 @@ class _Document(msgspec.Struct):
 
 
 def parse(text: str | bytes) -> NodeSnapshot:
-    """Return the snapshot in a text of JSON; ValueError where it is none, or of a newer kit."""
+    """Return the snapshot in a text of JSON; raises ValueError for anything else, or one of a newer kit."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def parse(text: str | bytes) -> NodeSnapshot:
 
 
 def from_json(document: Any) -> NodeSnapshot:
-    """Return the snapshot in JSON values; ValueError where it is none, or of a newer kit."""
+    """Return the snapshot in JSON values; raises ValueError for anything else, or one of a newer kit."""
     version = document.get("schema_version") if isinstance(document, dict) else None
     if type(version) is int and version > SCHEMA_VERSION:
         raise ValueError(f"the snapshot has schema_version {version}, this kit reads up to {SCHEMA_VERSION}")

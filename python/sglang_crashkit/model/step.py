@@ -74,5 +74,5 @@ class Step:
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Step:
-        """Return the step that `to_json` wrote; ValueError where it is none."""
+        """Return the step that `to_json` wrote; raises ValueError for anything else."""
         return lenient.read_whole(document, Step, "step")

@@ -136,7 +136,7 @@ def _places(trace: TracebackType | None) -> list[str]:
 
 
 def _notify_of(error: BaseException, event: str, name: str, **fields: Any) -> None:
-    """Tell of an exception that ends no process; its record is removed where nobody takes the message."""
+    """Tell of an exception that ends no process; its record is removed where the handler cannot be reached."""
     told = write_record(error, f"{name}-{next(_numbers)}")
     if not notify(event, **fields, **told) and told["record"] is not None:
         Path(told["record"]).unlink(missing_ok=True)

@@ -56,7 +56,7 @@ def start(crash_folder: str | None) -> None:
 
     It holds none of the server's descriptors but the socket. Where it does not get ready the log has one line with the
     reason, and the server goes on without it. It alone touches the crash folder, whose disk may not answer, and takes a
-    private folder in the temporary one where there is none.
+    private folder in the temporary one where no crash folder is given.
     """
     # Of two at once, neither would be heard.
     is_claimed = _claim.acquire(timeout=START_SECS + READY_SECS)

@@ -192,7 +192,7 @@ def read_title(pid: int) -> str | None:
 
 
 class Supervisor:
-    """Some children, and one wait for the end of any of them."""
+    """Some children, which may become more meanwhile, and one wait for the end of any of them."""
 
     def __init__(self, children: Sequence[Child] = (), clock: Clock | None = None) -> None:
         self.children = children
@@ -440,7 +440,7 @@ def register(processes: Iterable[Any]) -> None:
         # It may be told to go on without some of its ranks, and ends those by one of these two.
         for process in started.values():
             for name in {"kill", "terminate"} & set(dir(process)) - set(vars(process)):
-                # It does not hold itself, so that it is freed as soon as nobody needs it.
+                # By a weak reference: a process in a reference cycle keeps its descriptors until a collection.
                 end = functools.partial(_end, weakref.ref(process), getattr(type(process), name))
                 setattr(process, name, before(end, functools.partial(_announce_end, process.pid)))
 

@@ -104,10 +104,6 @@ def _guarded(kind: EvidenceKind, gather: Callable[..., Evidence], *arguments: An
         return Evidence(kind, "failed", reason=f"it cannot be read: {type(error).__name__}")
 
 
-#: So many journals of a process are held beside its last one.
-_MAX_EARLIER = 3
-
-
 class Held(NamedTuple):
     """A piece of memory that a process writes, or wrote."""
 
@@ -116,15 +112,16 @@ class Held(NamedTuple):
 
 
 class HeldMemory:
-    """The memory of one kind, of the processes of this server; of each the last piece that it passed on."""
+    """The memory of one kind, of the processes of this server."""
 
-    #: What is in it, for messages; and of so many dead processes it is held. A tokenizer worker that ends by itself is
-    #: started anew for ever.
+    #: What is in it, for messages; of so many dead processes it is held, and of each process so many of the last pieces
+    #: that it passed on. A tokenizer worker that ends by itself is started anew for ever.
     what: ClassVar[str]
     max_of_dead: ClassVar[int] = 4
+    max_of_one: ClassVar[int] = 1
 
     def __init__(self) -> None:
-        self.held: dict[TrackedProcess, Held] = {}
+        self.held: dict[TrackedProcess, list[Held]] = {}
         self.taken: list[TrackedProcess] = []  # the dead ones whose memory the current incident has
         self.dropped = 0  # of how many it was given back before any incident had it
 
@@ -137,13 +134,19 @@ class HeldMemory:
         if descriptor is None or problem:
             logger.warning("%s (pid %d) passed on no %s: %s", process.title, process.pid, self.what, problem)
             return
-        self._give_back(process)
-        self.held[process] = Held(os.dup(descriptor), modes_of(modes))
+        held = Held(os.dup(descriptor), modes_of(modes))
+        self.held[process] = pieces = [*self.held.pop(process, ()), held]
+        while len(pieces) > self.max_of_one:
+            os.close(pieces.pop(0).descriptor)
         dead = self.dead()
         for oldest in dead[: max(0, len(dead) - self.max_of_dead)]:
             self._give_back(oldest)
             self.dropped += 1
             logger.warning("the %s of %s (pid %d) is dropped", self.what, oldest.title, oldest.pid)
+
+    def last_of(self, process: TrackedProcess) -> Held | None:
+        """Return the last piece that a process passed on."""
+        return self.held[process][-1] if process in self.held else None
 
     def dead(self) -> list[TrackedProcess]:
         """Return those that write no more."""
@@ -169,35 +172,16 @@ class HeldMemory:
         return "" if is_ring(descriptor) else "it is no ring"
 
     def _give_back(self, process: TrackedProcess) -> None:
-        if (held := self.held.pop(process, None)) is not None:
+        for held in self.held.pop(process, ()):
             os.close(held.descriptor)
 
 
 class RequestJournals(HeldMemory):
-    """The journals of this server: of a program that makes one engine after the other, the last four."""
+    """The journals of this server."""
 
     what = "request journal"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._earlier: dict[TrackedProcess, list[Held]] = {}
-
-    def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
-        """Hold one more journal of a process; see `HeldMemory.follow`."""
-        before, earlier = self.held.pop(process, None), self._earlier.pop(process, [])
-        super().follow(process, descriptor, modes)
-        earlier += [before] if before is not None else []
-        if process not in self.held and earlier:
-            self.held[process] = earlier.pop()
-        while len(earlier) > _MAX_EARLIER:
-            os.close(earlier.pop(0).descriptor)
-        if process in self.held:
-            self._earlier[process] = earlier
-
-    def _give_back(self, process: TrackedProcess) -> None:
-        super()._give_back(process)
-        for held in self._earlier.pop(process, ()):
-            os.close(held.descriptor)
+    #: A program may make one engine after the other, each with a journal.
+    max_of_one = 4
 
     def take(self, run: IncidentRun, deadline: float) -> None:
         """Put what the journals hold now into an incident; a full one of 32 MiB takes about a second."""
@@ -205,11 +189,7 @@ class RequestJournals(HeldMemory):
             return
         # Before they are read: a process that ends meanwhile may have written more.
         dead, began = self.dead(), time.time() - (time.monotonic() - run.opened)
-        journals = [
-            (process.pid, held.descriptor)
-            for process, last in self.held.items()
-            for held in (*self._earlier.get(process, ()), last)
-        ]
+        journals = [(process.pid, held.descriptor) for process, pieces in self.held.items() for held in pieces]
         secs = max(0.0, deadline - time.monotonic())
         checks: dict[str, bool] = {}
         told = export_requests(journals, run.folder.opened, secs, run.folder.charge, began, checks)
@@ -237,7 +217,7 @@ class StepRecords(HeldMemory):
         """Put what the schedulers noted of their steps into an incident; a rank takes about 0.1 s."""
         read_at, steps = time.monotonic(), dict[int, Sequence[Step]]()
         for process in run.tree:
-            held = self.held.get(process)
+            held = self.last_of(process)
             if held is not None or process.role == "scheduler":
                 piece = _guarded("steps", self._piece_of, process, held, run, deadline, steps)
                 run.report(process).evidence.append(piece)
@@ -245,7 +225,7 @@ class StepRecords(HeldMemory):
 
     def of(self, process: TrackedProcess) -> tuple[Step, ...]:
         """Return the last steps of a scheduler that are on record."""
-        held = self.held.get(process)
+        held = self.last_of(process)
         try:
             return () if held is None else StepReader(held.descriptor, held.modes).read().steps
         except (OSError, NotStepsError):
@@ -348,7 +328,7 @@ class ProcessLogs(HeldMemory):
         self.taken = self.dead()
 
     def _piece_of(self, process: TrackedProcess, run: IncidentRun, prompts: Sequence[str], deadline: float) -> Evidence:
-        held = self.held.get(process)
+        held = self.last_of(process)
         if held is None:
             reason = "it did not log by Python's logging, or no crash handler held it" if self._most else OFF
             return Evidence("log", "skipped", reason=reason)

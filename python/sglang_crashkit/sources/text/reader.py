@@ -148,7 +148,6 @@ _ZIPPED = b"\x1f\x8b"
 def read(
     paths: Sequence[Path],
     problems: list[CrashkitError] | None = None,
-    progress: Callable[[Path, int], None] = lambda _path, _size: None,
     *,
     beside: Sequence[Path] = (),
 ) -> Iterator[AnyEvent]:
@@ -157,7 +156,6 @@ def read(
     Args:
         paths: what somebody named: files, pipes, folders, or ``-`` for the standard input.
         problems: gets why some cannot be read, or not to their end, where others can.
-        progress: is called with a file and how many bytes of it, unzipped, were read, from time to time.
         beside: files not given by name, such as an incident's; what is no regular file, such as a pipe, is left out.
 
     Raises:
@@ -173,7 +171,7 @@ def read(
             met.append(error)
             continue
         for file, is_pipe in files:
-            reader = _File(file, order, partial(progress, file), is_pipe, date=date)
+            reader = _File(file, order, is_pipe, date=date)
             try:
                 reader.read()
             except CrashkitError as error:
@@ -253,7 +251,6 @@ class _Batches:
 class _File:
     path: Path
     order: int
-    progress: Callable[[int], None]
     is_pipe: bool
     has_own_clock: bool = False  # its lines have SGLang's own time, which the carrier's clock need not agree with
     events: list[tuple[str, AnyEvent]] = field(default_factory=list)  # with the key of its stream
@@ -389,13 +386,11 @@ class _File:
                 self.sample = carried.text.strip()[:200]
 
     def _split(self, head: bytes, opened: BinaryIO) -> Iterator[bytes]:
-        rest, size = head, len(head)
+        rest = head
         while rest:
             *lines, rest = rest.split(b"\n")
             yield from lines
             chunk = self._some(opened, 1 << 20)
-            size += len(chunk)
-            self.progress(size)
             if not chunk:
                 if rest:
                     yield rest
