@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import filecmp
 import logging
 import os
 import shutil
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.folder import RESERVE, SUMMARY, IncidentFolder, new_id
+from sglang_crashkit.incident.folder import RESERVE, SUMMARY, IncidentFolder, new_id, read_adopted
 from sglang_crashkit.incident.judging import explain, judge, read_log
 from sglang_crashkit.incident.marker import MARKER, VANISHED, Marker, incident_of, read_marker
 from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, parse_name
@@ -29,6 +28,7 @@ from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.kernel.private_files import (
     FolderLock,
     OwnFolder,
+    make_private_folder,
     read_json,
     sync_folder,
     write_json,
@@ -279,17 +279,16 @@ def _adopt_records(incident: Incident, folder: Path) -> None:
         record = spool / f"exception-{pid}.json"
         if record.is_symlink() or not record.is_file():
             continue
-        taken = list(folder.glob(_PIECES["exception"].format(pid)))
-        if any(filecmp.cmp(record, one, shallow=False) for one in taken):
-            # The handler was killed when it had taken it in and not yet removed it here.
-            record.unlink()
-        else:
-            (folder / "ranks").mkdir(mode=0o700, exist_ok=True)
+        data, taken = read_adopted(record), list(folder.glob(_PIECES["exception"].format(pid)))
+        # Else the handler was killed when it had taken it in and not yet removed it here.
+        if all(one.read_bytes() != data for one in taken):
+            make_private_folder(folder / "ranks")
             name = f"ranks/rank-{pid}.exception{len(taken) or ''}.json"
-            record.replace(folder / name)
+            write_private(folder / name, data)
             if taken:
                 # One that SGLang caught is among the pieces already.
                 process.evidence.append(Evidence("exception", "captured", name))
+        record.unlink()
 
 
 def _spool_of(incident: Incident, folder: Path) -> Path:

@@ -118,20 +118,11 @@ class IncidentFolder:
         What cannot be searched for secrets is withheld. Raises NoRoomError where there is no room for it, another
         OSError where the folder is gone.
         """
-        try:
-            searched = _searched(len(text), lambda: redact_text(text))
-        except OSError as error:
-            searched = WITHHELD.format(error)
-        return self.write_bytes(name, searched.encode(errors="backslashreplace"))
+        return self.write_bytes(name, _redacted_text(text))
 
     def write_json(self, name: str, value: Any) -> str:
         """Write `value` as JSON; see `write_text`."""
-        text = json.dumps(value, indent=1, default=str)
-        try:
-            searched = _searched(len(text), lambda: json.dumps(redact_json(json.loads(text)), indent=1))
-        except OSError as error:
-            searched = json.dumps({"withheld": WITHHELD.format(error)})
-        return self.write_bytes(name, searched.encode())
+        return self.write_bytes(name, _redacted_json(json.dumps(value, indent=1, default=str)))
 
     def write_bytes(self, name: str, data: bytes) -> str:
         """Write `data`; see `write_text`."""
@@ -156,11 +147,7 @@ class IncidentFolder:
 
     def adopt(self, source: Path, name: str) -> str:
         """Move a file of this user's into the folder and return its name relative to it; see `write_text`."""
-        data = read_regular(source, _MAX_ADOPTED)
-        try:
-            self.write_json(name, json.loads(data))
-        except (ValueError, RecursionError):
-            self.write_text(name, data.decode(errors="backslashreplace"))
+        self.write_bytes(name, read_adopted(source))
         source.unlink()
         return name
 
@@ -312,6 +299,30 @@ class NullFolder(IncidentFolder):
     def write_bytes(self, name: str, data: bytes) -> str:
         """Refuse it."""
         raise NoRoomError(errno.ENOSPC, f"{self.problem} ({name} would take {len(data)} bytes)")
+
+
+def read_adopted(source: Path) -> bytes:
+    """Return what the folder holds of a file that is moved into it: without secrets. Raises OSError."""
+    data = read_regular(source, _MAX_ADOPTED)
+    try:
+        return _redacted_json(json.dumps(json.loads(data), indent=1))
+    except (ValueError, RecursionError):
+        return _redacted_text(data.decode(errors="backslashreplace"))
+
+
+def _redacted_text(text: str) -> bytes:
+    try:
+        searched = _searched(len(text), lambda: redact_text(text))
+    except OSError as error:
+        searched = WITHHELD.format(error)
+    return searched.encode(errors="backslashreplace")
+
+
+def _redacted_json(text: str) -> bytes:
+    try:
+        return _searched(len(text), lambda: json.dumps(redact_json(json.loads(text)), indent=1)).encode()
+    except OSError as error:
+        return json.dumps({"withheld": WITHHELD.format(error)}).encode()
 
 
 def _searched(size: int, search: Callable[[], str]) -> str:

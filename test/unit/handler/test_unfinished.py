@@ -107,12 +107,14 @@ def test_a_failing_ranks_own_record_is_taken_in(tmp_path: Path) -> None:
     theirs = [f".spool-{key}/exception-8.json" for key in ("77-2-5", "78-1-5", "77-1-6")]
     for name in (".spool-77-1-5/exception-8.json", ".spool-77-1-5/exception-99.json", *theirs):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"message": "mine"}')
+        (tmp_path / name).write_text('{"message": "mine", "api_key": "verysecret1234"}')
     abandon(tmp_path, processes=[REPORT], server=server)
     (path,) = finish_abandoned(tmp_path)
     (_stack, piece) = document_of(path)["processes"][0]["evidence"]
     assert (piece["kind"], piece["status"]) == ("exception", "captured")
-    assert json.loads((path / piece["path"]).read_text()) == {"message": "mine"}
+    record = json.loads((path / piece["path"]).read_text())
+    assert record["message"] == "mine"
+    assert "verysecret" not in record["api_key"]
     assert not (tmp_path / ".spool-77-1-5" / "exception-8.json").exists()
     assert (tmp_path / ".spool-77-1-5" / "exception-99.json").exists()
     assert all((tmp_path / name).exists() for name in theirs)
