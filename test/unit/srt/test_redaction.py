@@ -64,6 +64,14 @@ class Plain:
     others: Any = None
 
 
+@dataclass
+class Refusing(Plain):
+    def __getattribute__(self, name: str) -> Any:
+        if name == "others":
+            raise ValueError("it differs from layer to layer")
+        return super().__getattribute__(name)
+
+
 def dumped(data: dict[str, Any]) -> bytes:
     redact_dump(data)
     return pickle.dumps(data)
@@ -143,6 +151,12 @@ def test_what_cannot_be_searched_is_left_out(caplog: pytest.LogCaptureFixture) -
     data: dict[str, Any] = {"server_args": Hostile(), "launch_command": f"--api-key {SECRET}", "requests": [1]}
     assert pickle.loads(dumped(data)) == {"server_args": None, "launch_command": None, "requests": [1]}
     assert "left out of the dump" in caplog.text
+
+
+def test_a_field_that_refuses_to_be_read_is_dumped_as_it_is_stored() -> None:
+    # As transformers' configurations do with what differs from layer to layer.
+    data = {"server_args": Refusing(others=f"a note of {SECRET}"), "requests": [1]}
+    assert pickle.loads(dumped(data))["server_args"].__dict__["others"] == "a note of <redacted>"
 
 
 def test_a_configuration_without_end_has_one() -> None:
