@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,12 @@ settings.register_profile("unit", deadline=None, max_examples=60, database=None)
 settings.load_profile("unit")
 # scripts/test --fast asks for this one.
 settings.register_profile("fast", parent=settings.get_profile("unit"), max_examples=15)
+
+
+def pytest_collection_finish() -> None:
+    """Have no collection of a test's garbage go through all that was imported and collected."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
