@@ -41,12 +41,8 @@ _SCHEMA_VERSION = 1
 _PATCH, _DROP = ".patch", ".drop"
 
 
-class PatchFormatError(CrashkitError):
-    """A patch file does not read as one."""
-
-
 class PatchDataError(CrashkitError):
-    """The kit's own patches are not there or contradict each other."""
+    """The kit's own patches are not there, do not read as patches, or contradict each other."""
 
 
 class HunkConflictError(CrashkitError):
@@ -127,12 +123,12 @@ def split_lines(data: bytes) -> list[bytes]:
 
 
 def parse_patch(text: str, *, source: str) -> Patch:
-    """Read the text of a patch file; raises PatchFormatError, which names `source`, where it does not read as one."""
+    """Read the text of a patch file; raises PatchDataError, which names `source`, where it does not read as one."""
     head, _blank, diff = text.partition("\n\n")
     try:
         (file,) = PatchSet.from_string(diff)
     except (UnidiffParseError, ValueError) as error:
-        raise PatchFormatError(f"{source} does not read as the patch of one file: {str(error).strip()}") from error
+        raise PatchDataError(f"{source} does not read as the patch of one file: {str(error).strip()}") from error
     hunks = []
     for found in file:
         lines: list[tuple[bytes, bytes]] = []
@@ -195,10 +191,10 @@ class PatchRef:
         return self.file.read_bytes().decode()
 
     def read(self) -> Patch:
-        """Read it; raises PatchFormatError where it does not read as a patch of this file."""
+        """Read it; raises PatchDataError where it does not read as a patch of this file."""
         patch = parse_patch(self.read_text(), source=self.name)
         if patch.path != self.path:
-            raise PatchFormatError(f"{self.name} patches {patch.path}, not the file it is named for")
+            raise PatchDataError(f"{self.name} patches {patch.path}, not the file it is named for")
         return patch
 
 

@@ -11,7 +11,6 @@ from sglang_crashkit.installer.patches import (
     LockedRelease,
     Patch,
     PatchDataError,
-    PatchFormatError,
     PatchTree,
     apply_patch,
     base_release,
@@ -50,7 +49,7 @@ def patch_of(*hunks: Hunk, creates: bool = False) -> Patch:
     ids=["empty", "no diff", "two files", "longer", "shorter"],
 )
 def test_what_is_no_patch_of_one_file_is_refused(text):
-    with pytest.raises(PatchFormatError, match=r"some\.patch does not read as the patch of one file"):
+    with pytest.raises(PatchDataError, match=r"some\.patch does not read as the patch of one file"):
         parse_patch(text, source="some.patch")
 
 
