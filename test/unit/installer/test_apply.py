@@ -352,12 +352,5 @@ def test_files_that_their_owner_could_not_read_any_more_are_refused(environment,
     for folder in environment.site.parents:
         if folder.stat().st_mode & 0o005 != 0o005 and folder != Path("/"):
             folder.chmod(0o755)
-    pid = os.fork()
-    if not pid:
-        try:
-            change()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert run_in_child(change, environment.site, lambda _step: None) == 0
     assert snapshot(environment.site) == pristine
