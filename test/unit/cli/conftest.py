@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit import settings
 from unit.support.targets import SLEEPER, TITLE, settle_in_sleep
 from unit.support.waiting import child
 
@@ -25,6 +26,15 @@ def rank() -> Iterator[int]:
     with child(SLEEPER, title=TITLE) as process:
         settle_in_sleep(process.pid)
         yield process.pid
+
+
+@pytest.fixture
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where servers without a crash folder would leave incidents, which is not there; and no server runs."""
+    folder = tmp_path / "fallback"
+    monkeypatch.setattr(settings, "fallback_folder", lambda: folder)
+    monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", list)
+    return folder
 
 
 @pytest.fixture
