@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -214,7 +214,7 @@ class PatchTree:
         """
         folders = [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
         baselines: dict[str, dict[str, PatchRef | None]] = {}
-        for baseline in sorted_releases(folders):
+        for baseline in sorted(folders, key=release_key):
             found = baselines[baseline] = {}
             for file in sorted(entry for entry in (root / baseline).rglob("*") if not entry.is_dir()):
                 if file.suffix not in (_PATCH, _DROP):
@@ -266,11 +266,6 @@ def release_key(release: str) -> Version:
     return Version(release)
 
 
-def sorted_releases(releases: Iterable[str]) -> list[str]:
-    """Return `releases` from the oldest to the newest."""
-    return sorted(releases, key=release_key)
-
-
 def base_release(version: str) -> str:
     """Return `version` without its local part: ``0.5.23`` for ``0.5.23+cu126``."""
     return version.partition("+")[0]
@@ -320,7 +315,7 @@ class Lock:
 
     def dump(self) -> bytes:
         """Return the one spelling of the lock."""
-        releases = {release: asdict(self.releases[release]) for release in sorted_releases(self.releases)}
+        releases = {release: asdict(self.releases[release]) for release in sorted(self.releases, key=release_key)}
         return (json.dumps({"schema_version": _SCHEMA_VERSION, "releases": releases}, indent=1) + "\n").encode()
 
 
@@ -344,7 +339,7 @@ def load_lock(root: Path | None = None) -> Lock:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PatchDataError(f"{file} does not read as a lock: {error!r}") from error
-    return Lock({release: releases[release] for release in sorted_releases(releases)})
+    return Lock({release: releases[release] for release in sorted(releases, key=release_key)})
 
 
 def patch_files(

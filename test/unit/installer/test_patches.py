@@ -20,7 +20,6 @@ from sglang_crashkit.installer.patches import (
     parse_patch,
     patch_files,
     release_key,
-    sorted_releases,
     unapply_patch,
 )
 from unit.installer.fake_sglang import HEADER
@@ -141,7 +140,7 @@ def test_the_lock_loads_as_dumped_and_finds_builds(tmp_path):
 
 def test_releases_are_ordered_and_their_builds_are_local_versions():
     given = ["0.5.10", "0.5.9", "0.5.12.post1", "0.5.13", "0.5.12", "0.5.10.post1"]
-    assert sorted_releases(given) == ["0.5.9", "0.5.10", "0.5.10.post1", "0.5.12", "0.5.12.post1", "0.5.13"]
+    assert sorted(given, key=release_key) == ["0.5.9", "0.5.10", "0.5.10.post1", "0.5.12", "0.5.12.post1", "0.5.13"]
     assert base_release("0.5.23+crashkit.0.1.0") == "0.5.23"
     for version in ("0.5.24.dev3+g12", "0.5.9rc1", "0.5.9+cu126", "", "v0.5.9", "../0.5.9"):
         assert not is_release(version)
