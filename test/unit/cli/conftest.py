@@ -14,12 +14,6 @@ from unit.support.waiting import child
 GDB = '#!/bin/sh\ntouch "$0.ran"\nwhile [ "$1" != -p ]; do shift; done\necho "asked for $2"\n'
 
 
-def native_stack(pid: int) -> str:
-    """Return what a debugger prints of a process that waits in NCCL."""
-    listing = f'Thread 1 (Thread 0x7f (LWP {pid}) "python"):\n#0  0x01 in poll () from /lib/libc.so.6\n'
-    return listing + "#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n#2  0x03 in main ()\n"
-
-
 @pytest.fixture
 def rank() -> Iterator[int]:
     """The pid of a scheduler's stand-in, in its sleep."""
