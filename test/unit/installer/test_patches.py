@@ -1,7 +1,7 @@
 import pytest
 
 from lanelib.porting import FIELDS
-from sglang_crashkit.errors import RefusedError, UsageError
+from sglang_crashkit.errors import UsageError
 from sglang_crashkit.installer.patches import (
     LOCK_NAME,
     Hunk,
@@ -132,9 +132,6 @@ def test_the_lock_loads_as_dumped_and_finds_builds(tmp_path):
     assert list(load_lock(tmp_path).releases) == ["0.5.9", "0.5.10"]
     assert lock.require("0.5.9+cu126") is releases["0.5.9"]
     assert lock.find("0.5.9.dev1") is None
-    with pytest.raises(RefusedError, match=r"supported are 2 releases, 0\.5\.9 to 0\.5\.10") as caught:
-        lock.require("0.5.99")
-    assert "scripts/port_release 0.5.99" in str(caught.value)
     assert (find_patch_root() / LOCK_NAME).is_file()
 
 
