@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,11 +154,11 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     several = args.pid is not None or args.all_servers or args.config is not None or here is not None
     if args.when_unhealthy is not None:
         args.pid = _wait_until_unhealthy(args, wait_secs, is_one=not several) or args.pid
-    else:
-        if wait_secs and not several:
+    elif wait_secs:
+        if not several:
             # Better told before a long wait than after it.
             _require_one_server(find())
-        _wait(wait_secs, lambda: _overview(find()))
+        _wait(wait_secs, _overview(find()))
     found = find()
     for line in _passed_over(found):
         tell(line)
@@ -253,7 +253,7 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     if args.when_unhealthy is not None:
         _wait_until_unhealthy(args, wait_secs, is_one=False)
     elif wait_secs:
-        _wait(wait_secs, lambda: transport.title)
+        _wait(wait_secs, transport.title)
         transport = transport if args.via is not None else _transport(args)
     names = ", ".join(transport.nodes[:_MAX_TITLES])
     tell(f"collecting: {transport.title}, {args.fan_out} at a time: {names}")
@@ -313,20 +313,16 @@ def _remote_command(args: argparse.Namespace) -> list[str]:
 
 def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
     """Return how long to wait, in seconds, and the output folder: the command line's, else the file's."""
-    from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
+    from sglang_crashkit.capture.debug_config import DebugConfig, expand_output, read_debug_config
 
-    wait_secs, template = 0.0, DEFAULT_OUTPUT
-    if args.config is not None:
-        config = read_debug_config(args.config)
-        if not config.enabled:
-            raise NothingToDoError(
-                f"debug.enabled is not true in {args.config}, so nothing is collected",
-                next_step="set it, or leave --config out",
-            )
-        wait_secs, template = config.wait_seconds, config.output_dir
-    if args.wait_seconds is not None:
-        wait_secs = args.wait_seconds
-    return wait_secs, expand_output(args.output_dir or template, args.log_dir)
+    config = DebugConfig(enabled=True, wait_seconds=0) if args.config is None else read_debug_config(args.config)
+    if not config.enabled:
+        raise NothingToDoError(
+            f"debug.enabled is not true in {args.config}, so nothing is collected",
+            next_step="set it, or leave --config out",
+        )
+    wait_secs = config.wait_seconds if args.wait_seconds is None else args.wait_seconds
+    return wait_secs, expand_output(args.output_dir or config.output_dir, args.log_dir)
 
 
 def _require_one_server(found: Discovery) -> None:
@@ -360,11 +356,10 @@ def _user_of(args: argparse.Namespace) -> int | None:
         raise UsageError(f"there is no user {args.user}", next_step="name one, or a user id") from None
 
 
-def _wait(seconds: float, overview: Callable[[], str]) -> None:
+def _wait(seconds: float, overview: str) -> None:
     """Say what there is to collect, and wait."""
-    if seconds:
-        tell(f"collecting in {seconds:.0f} s: {overview()}")
-        time.sleep(seconds)
+    tell(f"collecting in {seconds:.0f} s: {overview}")
+    time.sleep(seconds)
 
 
 def _wait_until_unhealthy(args: argparse.Namespace, wait_secs: float, *, is_one: bool) -> int | None:
