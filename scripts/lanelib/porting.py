@@ -17,7 +17,6 @@ from sglang_crashkit.installer.patches import (
     LockedRelease,
     Patch,
     PatchDataError,
-    PatchFormatError,
     PatchRef,
     PatchTree,
     apply_patch,
@@ -62,11 +61,11 @@ def read_draft(ref: PatchRef) -> Patch:
         parts.append(f"@@ -{min(old, 1)},{old} +1,{new} @@\n{body}")
     patch = parse_patch("".join(parts), source=ref.name)
     if patch.path != ref.path or list(patch.header) != list(FIELDS) or not all(patch.header.values()):
-        raise PatchFormatError(f"{ref.name} is not a patch of its file with the header {', '.join(FIELDS)}")
+        raise PatchDataError(f"{ref.name} is not a patch of its file with the header {', '.join(FIELDS)}")
     wanted_lines = render_patch(patch).decode().split("\n")
     for found, wanted in itertools.zip_longest(text.split("\n"), wanted_lines, fillvalue=""):
         if found != wanted and not found.startswith("@@"):
-            raise PatchFormatError(f"{ref.name} has {found!r} in the place of {wanted!r}")
+            raise PatchDataError(f"{ref.name} has {found!r} in the place of {wanted!r}")
     return patch
 
 

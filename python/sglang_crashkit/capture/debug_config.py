@@ -20,7 +20,6 @@ import msgspec
 
 from sglang_crashkit.errors import UsageError
 
-DEFAULT_OUTPUT = "{log_dir}/backtraces"
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
 
 
@@ -29,7 +28,7 @@ class DebugConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     enabled: bool = False  # whether anything is to be collected
     wait_seconds: Annotated[int, msgspec.Meta(ge=0)] = 600  # how long to wait before, in seconds
-    output_dir: Annotated[str, msgspec.Meta(min_length=1)] = DEFAULT_OUTPUT  # where the files go
+    output_dir: Annotated[str, msgspec.Meta(min_length=1)] = "{log_dir}/backtraces"  # where the files go
 
 
 class _Job(msgspec.Struct):

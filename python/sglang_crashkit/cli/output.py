@@ -6,11 +6,12 @@ What cannot be printed goes nowhere: a closed standard output, a full disk or a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,18 +27,24 @@ def say(*lines: object, error: bool = False) -> None:
     stream.flush()
 
 
+#: Prints lines on the standard error.
+tell = functools.partial(say, error=True)
+
+
 def say_text(text: str, *, error: bool = False) -> None:
     """Print a text of several lines."""
     say(*text.removesuffix("\n").split("\n"), error=error)
 
 
-def say_title(line: str) -> None:
-    """Print a line, in bold on a terminal that shows it; https://no-color.org switches that off."""
+def say_screen(lines: Iterable[str]) -> None:
+    """Print lines, the first in bold on a terminal that shows it; https://no-color.org switches that off."""
+    title, *rest = lines
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        say(line)
-        return
-    write = sys.stdout.control if isinstance(sys.stdout, _Stream) else sys.stdout.write
-    write(f"{_BOLD}{visible(line, keep='')}{_NORMAL}\n")
+        say(title)
+    else:
+        write = sys.stdout.control if isinstance(sys.stdout, _Stream) else sys.stdout.write
+        write(f"{_BOLD}{visible(title, keep='')}{_NORMAL}\n")
+    say(*rest)
 
 
 def say_json(value: Any, indent: int | None = None) -> None:

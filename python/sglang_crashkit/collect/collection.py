@@ -38,7 +38,8 @@ from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.discovery import Discovery, FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.kernel.titles import NEEDED
-from sglang_crashkit.memory.steps import NAME, NotStepsError, StepReader
+from sglang_crashkit.memory.ring import RingError
+from sglang_crashkit.memory.steps import NAME, StepReader
 from sglang_crashkit.model.case import Case, case_of
 from sglang_crashkit.model.event import AnyEvent, Arguments, Compared, Stack
 from sglang_crashkit.model.incident import Divergence, iso_time
@@ -317,7 +318,7 @@ def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample
 def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
     """Return the steps that one process noted; none where it has no such memory, or may not be looked into."""
     # It may have ended, or be another user's.
-    with contextlib.suppress(OSError, NotStepsError):
+    with contextlib.suppress(OSError, RingError):
         for link, path in procfs.open_files(pid):
             # What else there is must not be opened: a terminal, a pipe, a device.
             if str(path).startswith(f"/memfd:{NAME}") and procfs.read_stat(pid, start_ticks) is not None:

@@ -79,13 +79,13 @@ def _kit(target: Target) -> Iterator[Result]:
     from sglang_crashkit.installer.status import read_tree
 
     try:
-        session = open_session(target.python)
-        tree = read_tree(session.environment, session.lock.find(session.environment.version))
+        environment, _patches, lock = open_session(target.python)
+        tree = read_tree(environment, lock.find(environment.version))
     except CrashkitError as error:
         yield Result(False, error.message, error.next_step or "name the server's python with --python PATH")
         return
     state, found, command = tree.overall.value, tree.environment, tree.next_step or ""
-    words, known = f"SGLang {found.version} in {found.package}", f"one of {session.lock.supported_range()}"
+    words, known = f"SGLang {found.version} in {found.package}", f"one of {lock.supported_range()}"
     if tree.locked is None:
         command = command or f"pip install sglang==RELEASE, with {known}"
         yield Result(False, f"{words} cannot be patched: it is not {known}", command)

@@ -15,7 +15,8 @@ from statistics import median
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.titles import NEEDED
-from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, NotAHeartbeatError
+from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader
+from sglang_crashkit.memory.ring import RingError
 from sglang_crashkit.model.step import Step
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class Heartbeats:
                 return
         try:
             reader = HeartbeatReader(descriptor, modes_of(modes))
-        except (OSError, NotAHeartbeatError) as error:
+        except (OSError, RingError) as error:
             if process.role == "scheduler":
                 self.unfollowed.add(process.pid)
             words = "%s (pid %d) cannot be followed, so that it hangs is seen only by others that wait for it: %s"

@@ -251,7 +251,9 @@ def _carry_out(plan: _Plan) -> None:
                 _put_in_place(change, file)
                 done += 1
             for path in touched:
-                _remove_bytecode(path)
+                # Python trusts a compiled file by the size and the whole seconds of its source.
+                for compiled in _bytecode_of(path):
+                    compiled.unlink()
                 if not path.exists():
                     _remove_empty_folders(path, package)
             if plan.final is not None:
@@ -319,12 +321,6 @@ def _write(path: Path, data: bytes, *, like: Path) -> None:
                 next_step="run the same command as that user",
             )
         os.fsync(file.fileno())
-
-
-def _remove_bytecode(path: Path) -> None:
-    """Remove the compiled files of a module: Python trusts one by the size and the whole seconds of its source."""
-    for compiled in _bytecode_of(path):
-        compiled.unlink()
 
 
 def _bytecode_of(path: Path) -> list[Path]:

@@ -133,24 +133,16 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
     return environment
 
 
-@dataclass(frozen=True)
-class Session:
-    """The kit's data and one environment."""
-
-    patches: PatchTree
-    lock: Lock
-    environment: Environment
-
-
-def open_session(python: str | None) -> Session:
-    """Load the kit's data and find the SGLang of `python`, by default of this one.
+def open_session(python: str | None) -> tuple[Environment, PatchTree, Lock]:
+    """Find the SGLang of `python`, by default of this one, and load the kit's data.
 
     Raises CrashkitError where the data is not there, or the environment is not one to work on.
     """
     root = find_patch_root()
     patches = PatchTree.load(root)
     calls = sorted({name for ref in patches.refs() for name in ref.read().calls})
-    return Session(patches, load_lock(root), find_environment(python, calls=calls))
+    lock = load_lock(root)
+    return find_environment(python, calls=calls), patches, lock
 
 
 def require_kit(environment: Environment) -> None:

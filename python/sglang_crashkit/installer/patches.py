@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -41,12 +41,8 @@ _SCHEMA_VERSION = 1
 _PATCH, _DROP = ".patch", ".drop"
 
 
-class PatchFormatError(CrashkitError):
-    """A patch file does not read as one."""
-
-
 class PatchDataError(CrashkitError):
-    """The kit's own patches are not there or contradict each other."""
+    """The kit's own patches are not there, do not read as patches, or contradict each other."""
 
 
 class HunkConflictError(CrashkitError):
@@ -127,12 +123,12 @@ def split_lines(data: bytes) -> list[bytes]:
 
 
 def parse_patch(text: str, *, source: str) -> Patch:
-    """Read the text of a patch file; raises PatchFormatError, which names `source`, where it does not read as one."""
+    """Read the text of a patch file; raises PatchDataError, which names `source`, where it does not read as one."""
     head, _blank, diff = text.partition("\n\n")
     try:
         (file,) = PatchSet.from_string(diff)
     except (UnidiffParseError, ValueError) as error:
-        raise PatchFormatError(f"{source} does not read as the patch of one file: {str(error).strip()}") from error
+        raise PatchDataError(f"{source} does not read as the patch of one file: {str(error).strip()}") from error
     hunks = []
     for found in file:
         lines: list[tuple[bytes, bytes]] = []
@@ -195,10 +191,10 @@ class PatchRef:
         return self.file.read_bytes().decode()
 
     def read(self) -> Patch:
-        """Read it; raises PatchFormatError where it does not read as a patch of this file."""
+        """Read it; raises PatchDataError where it does not read as a patch of this file."""
         patch = parse_patch(self.read_text(), source=self.name)
         if patch.path != self.path:
-            raise PatchFormatError(f"{self.name} patches {patch.path}, not the file it is named for")
+            raise PatchDataError(f"{self.name} patches {patch.path}, not the file it is named for")
         return patch
 
 
@@ -218,7 +214,7 @@ class PatchTree:
         """
         folders = [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
         baselines: dict[str, dict[str, PatchRef | None]] = {}
-        for baseline in sorted_releases(folders):
+        for baseline in sorted(folders, key=release_key):
             found = baselines[baseline] = {}
             for file in sorted(entry for entry in (root / baseline).rglob("*") if not entry.is_dir()):
                 if file.suffix not in (_PATCH, _DROP):
@@ -270,11 +266,6 @@ def release_key(release: str) -> Version:
     return Version(release)
 
 
-def sorted_releases(releases: Iterable[str]) -> list[str]:
-    """Return `releases` from the oldest to the newest."""
-    return sorted(releases, key=release_key)
-
-
 def base_release(version: str) -> str:
     """Return `version` without its local part: ``0.5.23`` for ``0.5.23+cu126``."""
     return version.partition("+")[0]
@@ -324,7 +315,7 @@ class Lock:
 
     def dump(self) -> bytes:
         """Return the one spelling of the lock."""
-        releases = {release: asdict(self.releases[release]) for release in sorted_releases(self.releases)}
+        releases = {release: asdict(self.releases[release]) for release in sorted(self.releases, key=release_key)}
         return (json.dumps({"schema_version": _SCHEMA_VERSION, "releases": releases}, indent=1) + "\n").encode()
 
 
@@ -348,7 +339,7 @@ def load_lock(root: Path | None = None) -> Lock:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PatchDataError(f"{file} does not read as a lock: {error!r}") from error
-    return Lock({release: releases[release] for release in sorted_releases(releases)})
+    return Lock({release: releases[release] for release in sorted(releases, key=release_key)})
 
 
 def patch_files(

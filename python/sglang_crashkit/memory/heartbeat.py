@@ -36,7 +36,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sglang_crashkit.memory.ring import is_sealed, map_sealed
+from sglang_crashkit.memory.ring import RingError, is_sealed, map_sealed
 
 NAME = "sglang-crashkit-heartbeat"
 
@@ -60,10 +60,6 @@ MAGIC = (0x5347_4B49_5442_0000 | _VERSION).to_bytes(8, sys.byteorder)
 BYTES = 96
 #: In these a batch takes in tokens; of others the number is that of a batch before.
 _EXTENDS = frozenset({"extend", "mixed", "split_prefill"})
-
-
-class NotAHeartbeatError(Exception):
-    """What was opened is no heartbeat of this layout, or may be cut off while it is read."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +127,13 @@ class HeartbeatReader:
     """The crash handler's end of a `descriptor`, which stays open; `modes` names the forward modes by number.
 
     Raises:
-        NotAHeartbeatError: it is something else, or a heartbeat of another layout.
+        RingError: it is something else, a heartbeat of another layout, or may be cut off while it is read.
     """
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
         self._modes = modes or {}
         if not is_sealed(descriptor, BYTES, MAGIC):
-            raise NotAHeartbeatError("it is no heartbeat, or one of another layout")
+            raise RingError("it is no heartbeat, or one of another layout")
         self._map = mmap.mmap(descriptor, BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("d")
 

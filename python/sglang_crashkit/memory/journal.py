@@ -97,7 +97,6 @@ class JournalReader(RingReader):
 
     Attributes:
         requests: the unfinished ones, oldest first; then those that ended within `KEPT_SECS`, latest first.
-        latest: when something was noted last, since the epoch; 0 where nothing was.
         lost: how many unfinished ones found no room.
 
     Raises:
@@ -107,7 +106,6 @@ class JournalReader(RingReader):
     def __init__(self, descriptor: int, deadline: float = math.inf) -> None:
         super().__init__(descriptor, deadline=deadline)
         self.lost = 0
-        self.latest = 0.0
         self.requests = self._collect()
 
     def load(self, request: JournaledRequest) -> dict[str, Any] | None:
@@ -118,7 +116,8 @@ class JournalReader(RingReader):
     def _collect(self) -> list[JournaledRequest]:
         #: By kind and by the number of the request: sequence number and place of the record, when, and how it ended.
         found: dict[int, dict[int, tuple[int, int, float, bool]]] = {_BEGUN: {}, _ENDED: {}, _ABORTED: {}}
-        newest = -1
+        # When something was noted last, since the epoch.
+        newest, latest = -1, 0.0
         for record in self.records():
             is_newest = record.sequence > newest
             if is_newest:
@@ -135,14 +134,14 @@ class JournalReader(RingReader):
                 continue
             if is_newest:
                 # By its number: the machine's clock may have been set back since an earlier one.
-                self.latest = seconds
+                latest = seconds
             known = found[kind]
             if len(known) > _MAX_REQUESTS:
                 break
             # One that was held may be there twice.
             if request not in known or known[request][0] < record.sequence:
                 known[request] = record.sequence, record.offset, seconds, finished
-        since = self.latest - KEPT_SECS
+        since = latest - KEPT_SECS
         unfinished, ended = [], []
         for number, (sequence, offset, arrived, _) in sorted(found[_BEGUN].items()):
             end, abort = found[_ENDED].get(number), found[_ABORTED].get(number)

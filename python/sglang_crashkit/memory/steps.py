@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from sglang_crashkit.memory.heartbeat import time_or_zero
-from sglang_crashkit.memory.ring import is_sealed, map_sealed
+from sglang_crashkit.memory.ring import RingError, is_sealed, map_sealed
 from sglang_crashkit.model.step import MAX_RID, PHASES, Step, StepRequest, short_rid
 
 NAME = "sglang-crashkit-steps"
@@ -74,10 +74,6 @@ _FRESH = DATA_BYTES // 2
 _MAX_ADDED = 255
 #: A reader reads so many requests at most, of the newest steps.
 MAX_READ = 65_536
-
-
-class NotStepsError(Exception):
-    """What was opened is not a record of steps of this layout, or may be cut off while it is read."""
 
 
 class StepWriter:
@@ -269,7 +265,6 @@ class LastSteps:
     #: The step that the scheduler is in: the one it is at, else the newest that is not done; None where it has nothing
     #: to do.
     current: Step | None
-    round_at: float  # when it last began a round of its event loop, in seconds of the monotonic clock
     #: Name of the control request that came in that round, before which no batch began; empty without one.
     control: str = ""
 
@@ -278,13 +273,13 @@ class StepReader:
     """The crash handler's end of a `descriptor`, which stays open; by default `modes` are those that the record has.
 
     Raises:
-        NotStepsError: there is something else, or a record of another layout.
+        RingError: there is something else, a record of another layout, or it may be cut off while it is read.
         OSError: it cannot be read, now or later.
     """
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
         if not is_sealed(descriptor, SIZE, _MAGIC):
-            raise NotStepsError("it is not a record of steps, or of another layout")
+            raise RingError("it is not a record of steps, or of another layout")
         self._fd = descriptor
         self._modes = modes or _modes_in(os.pread(descriptor, PAGE - _MODES, _MODES))
 
@@ -308,7 +303,7 @@ class StepReader:
             newest = opened
             steps[opened] = Step(opened, round_at, None, PHASES[RECEIVED], "", (), 0, 0)
         kept = tuple(steps[number] for number in sorted(steps) if number > newest - STEPS)
-        return LastSteps(kept, _current_of(kept, at, is_idle=opened == _IDLE), round_at, control)
+        return LastSteps(kept, _current_of(kept, at, is_idle=opened == _IDLE), control)
 
     def _step_at(self, data: bytes, start: int, found: _Requests) -> Step | None:
         """Return the step in a slot; None where it is not whole."""

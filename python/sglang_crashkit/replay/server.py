@@ -282,8 +282,7 @@ class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
 
     def _failures(self) -> list[StoredIncident]:
         found = find_incidents(self._crash_folder)
-        names = [parse_name(one.name) for one in found]
-        return [one for one, name in zip(found, names, strict=True) if name and name.kind not in _NO_FAILURE]
+        return [one for one in found if (name := parse_name(one.name)) and name.kind not in _NO_FAILURE]
 
     def _wait_failure(self, *, is_lost: bool) -> StoredIncident | None:
         """Return the oldest incident of a failure, once it is whole; None if absent."""

@@ -6,17 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit import settings
 from unit.support.targets import SLEEPER, TITLE, settle_in_sleep
 from unit.support.waiting import child
 
 #: A stand-in for a debugger: it leaves a mark where it ran, and says which process it was asked for.
 GDB = '#!/bin/sh\ntouch "$0.ran"\nwhile [ "$1" != -p ]; do shift; done\necho "asked for $2"\n'
-
-
-def native_stack(pid: int) -> str:
-    """Return what a debugger prints of a process that waits in NCCL."""
-    listing = f'Thread 1 (Thread 0x7f (LWP {pid}) "python"):\n#0  0x01 in poll () from /lib/libc.so.6\n'
-    return listing + "#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n#2  0x03 in main ()\n"
 
 
 @pytest.fixture
@@ -25,6 +20,15 @@ def rank() -> Iterator[int]:
     with child(SLEEPER, title=TITLE) as process:
         settle_in_sleep(process.pid)
         yield process.pid
+
+
+@pytest.fixture
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where servers without a crash folder would leave incidents, which is not there; and no server runs."""
+    folder = tmp_path / "fallback"
+    monkeypatch.setattr(settings, "fallback_folder", lambda: folder)
+    monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", list)
+    return folder
 
 
 @pytest.fixture

@@ -5,22 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit import settings
 from sglang_crashkit.cli import crash_folder
 from sglang_crashkit.cli.commands import status
 from sglang_crashkit.cli.commands.status import RunningServer
 from sglang_crashkit.errors import NothingToDoError, UsageError
 from unit.support import stored
 from unit.support.stored import NOON, make_incident
-
-
-@pytest.fixture
-def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where servers without a crash folder would leave incidents, which holds none; and no server runs."""
-    folder = tmp_path / "fallback"
-    monkeypatch.setattr(settings, "fallback_folder", lambda: folder)
-    monkeypatch.setattr(status, "find_running_servers", list)
-    return folder
 
 
 def test_a_running_servers_folder_is_known_by_its_handlers_log(

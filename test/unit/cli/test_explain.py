@@ -56,11 +56,6 @@ def test_what_is_kept_is_shown_packed_and_free_of_secrets(log: Path, tmp_path: P
     cli("bundle", incident, "--report", "--json")
 
 
-def test_the_page_holds_the_verdict(log: Path, tmp_path: Path, cli: Cli) -> None:
-    cli("explain", log, "--html", tmp_path / "page.html")
-    assert "gpu_hardware" in (tmp_path / "page.html").read_text()
-
-
 def test_a_page_that_cannot_be_written_is_named(log: Path, tmp_path: Path, cli: Cli) -> None:
     page = tmp_path / "nowhere" / "page.html"
     assert f"{page} cannot be written: No such file" in cli("explain", log, "--html", page, status=1).err

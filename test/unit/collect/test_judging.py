@@ -45,15 +45,15 @@ ANYWHERE = st.sampled_from([EMBEDS, SUMS, COMPUTES, PREPARES, TAKES_IN])
 SYNCHRONIZES = (Frame("synchronize", "torch/cuda/streams.py", 231), LOOP)
 
 
-def rank(number: int, frames: tuple[Frame, ...], host: str = "n1", **fields: Any) -> Sample:
+def rank(number: int, frames: tuple[Frame, ...], **fields: Any) -> Sample:
     thread = Thread("MainThread", 10 + number, False, False, frames)
     fields = {"state": "S", "server": 1, "title": f"sglang::scheduler_TP{number}", "role": "scheduler"} | fields
-    return Sample(host, 10 + number, 1, ranks={"tp": number}, threads=(thread,), **fields)
+    return Sample("n1", 10 + number, 1, ranks={"tp": number}, threads=(thread,), **fields)
 
 
-def rounds(*looks: Sequence[Sample], host: str = "n1") -> list[NodeSnapshot]:
+def rounds(*looks: Sequence[Sample]) -> list[NodeSnapshot]:
     return [
-        NodeSnapshot(host, 5.0 * at, tuple(Sample(**{**vars(one), "time": 5.0 * at}) for one in look))
+        NodeSnapshot("n1", 5.0 * at, tuple(Sample(**{**vars(one), "time": 5.0 * at}) for one in look))
         for at, look in enumerate(looks, start=1)
     ]
 
@@ -129,12 +129,6 @@ def test_a_server_on_a_cpu_that_computes_between_its_waits_does_not_hang(used: f
     looks = [[rank(number, WAITS, cpu_secs=1.0 + used * at) for number in (0, 1)] for at in range(3)]
     verdict, _case = judged(rounds(*looks), [Arguments(values={"device": device, "tp_size": 2})])
     assert verdict.kind == (kind or "symmetric_stall")
-
-
-def test_ranks_of_several_hosts_are_told_apart() -> None:
-    nodes = rounds(*[[rank(0, WAITS)]] * 2) + rounds(*[[rank(1, WAITS, host="n2", state="T")]] * 2, host="n2")
-    verdict, _case = judged(nodes)
-    assert (verdict.kind, verdict.first) == ("stopped_process", "TP1 on n2")
 
 
 def test_a_rank_without_a_stack_is_named_where_the_others_gpus_wait() -> None:

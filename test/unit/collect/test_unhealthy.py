@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.collect import unhealthy
 from sglang_crashkit.collect.unhealthy import wait_until_unhealthy
 from sglang_crashkit.errors import UsageError
 from sglang_crashkit.kernel.server_address import Address
+from unit.support.command import Cli
 from unit.support.waiting import LONG
 
 #: What the health check answers, and after how many seconds; the last one again and again.
@@ -88,15 +88,12 @@ def test_what_has_no_health_check_is_an_error(serve: Serve) -> None:
         wait_until_unhealthy(serve([(404, 0.0)]), LONG, lambda _line: None)
 
 
-def test_a_server_that_stays_healthy_leaves_nothing_to_collect(
-    serve: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_stays_healthy_leaves_nothing_to_collect(serve: Serve, cli: Cli) -> None:
     address = serve([(200, 0.0)])
-    assert main(["collect", "--when-unhealthy", str(address), "--wait", "0.3"]) == 3
-    assert f"{address} was not unhealthy within 0.3 s" in capsys.readouterr().err
+    said = cli("collect", "--when-unhealthy", address, "--wait", "0.3", status=3)
+    assert f"{address} was not unhealthy within 0.3 s" in said.err
 
 
 @pytest.mark.parametrize("url", ["http://192.0.2.1:30000", "ftp://127.0.0.1", "http://user:secret@127.0.0.1"])
-def test_what_is_no_server_of_this_host_is_refused_at_once(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["collect", "--when-unhealthy", url]) == 2
-    assert "secret" not in capsys.readouterr().err
+def test_what_is_no_server_of_this_host_is_refused_at_once(url: str, cli: Cli) -> None:
+    assert "secret" not in cli("collect", "--when-unhealthy", url, status=2).err

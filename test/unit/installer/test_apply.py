@@ -181,11 +181,8 @@ def test_a_foreign_file_is_refused_by_name(ready, kit, action, path, data, state
     assert overall(environment, kit) is state
 
 
-def test_an_unsupported_release_is_refused_but_may_be_reverted(environment, tmp_path, kit):
+def test_an_unsupported_release_may_be_reverted(environment, tmp_path, kit):
     other = install(write_wheel(tmp_path / "other", "0.5.99"), tmp_path / "other-site")
-    with pytest.raises(RefusedError, match=r"SGLang 0\.5\.99 is not supported"):
-        apply(other, kit.patches, kit.lock)
-    assert overall(other, kit) is State.UNSUPPORTED
     assert revert(other, kit.patches, kit.lock).changed == ()
     pristine = snapshot(environment.site)
     apply(environment, kit.patches, kit.lock)
@@ -352,12 +349,5 @@ def test_files_that_their_owner_could_not_read_any_more_are_refused(environment,
     for folder in environment.site.parents:
         if folder.stat().st_mode & 0o005 != 0o005 and folder != Path("/"):
             folder.chmod(0o755)
-    pid = os.fork()
-    if not pid:
-        try:
-            change()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert run_in_child(change, environment.site, lambda _step: None) == 0
     assert snapshot(environment.site) == pristine

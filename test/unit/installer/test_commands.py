@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from dataclasses import replace
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import sglang_crashkit
-from sglang_crashkit.cli import main as cli
 from sglang_crashkit.cli.commands.status import RunningServer
 from sglang_crashkit.installer import environment as environment_module
 from sglang_crashkit.installer.apply import apply
@@ -21,48 +19,38 @@ from unit.installer.fake_sglang import PATCHES, install, make_kit, snapshot, wri
 
 
 @pytest.fixture
-def run(venv, kit, monkeypatch, capsys):
+def run(venv, kit, monkeypatch, cli):
+    """Run a command on the virtual environment; see `cli`."""
     monkeypatch.setattr(environment_module, "find_patch_root", lambda: kit.patches.root)
-
-    def run_command(name: str, *options: str) -> tuple[int, str, str]:
-        code = cli.main([name, "--python", str(venv), *options])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run_command
+    return lambda name, *options, status=0: cli(name, "--python", venv, *options, status=status)
 
 
 def state(run) -> str:
-    code, out, _ = run("status", "--json")
-    assert code == 0
-    return json.loads(out)["state"]
+    return run("status", "--json").json["state"]
 
 
 def test_apply_status_and_revert_say_what_they_did(site, run):
     pristine = snapshot(site)
-    code, out, _ = run("status")
-    assert code == 0
+    out = run("status").out
     assert "state    pristine\n" in out
     assert "next     sglang-crashkit apply --python " in out
-    code, out, _ = run("apply", "--dry-run")
-    assert (code, out.splitlines()[0].endswith("would be patched (it is pristine):")) == (0, True)
+    assert run("apply", "--dry-run").out.splitlines()[0].endswith("would be patched (it is pristine):")
     assert state(run) == "pristine"
-    code, out, _ = run("apply")
-    assert code == 0
-    assert out.splitlines()[0].endswith("/sglang is patched:")
-    assert out.splitlines()[1:] == ["  srt/deep/second.py", "  srt/first.py", "  srt/new/third.py"]
-    assert run("apply")[:2] == (0, f"SGLang 0.5.9 in {site.resolve()}/sglang is already patched\n")
-    code, out, _ = run("status")
+    head, *files = run("apply").out.splitlines()
+    assert head.endswith("/sglang is patched:")
+    assert files == ["  srt/deep/second.py", "  srt/first.py", "  srt/new/third.py"]
+    assert run("apply").out == f"SGLang 0.5.9 in {site.resolve()}/sglang is already patched\n"
+    out = run("status").out
     assert "state    patched\n" in out
     assert "next     sglang-crashkit" not in out
-    assert run("revert")[1].splitlines()[0].endswith("has upstream's bytes again:")
-    assert run("revert")[:2] == (0, f"SGLang 0.5.9 in {site.resolve()}/sglang is not patched\n")
+    assert run("revert").out.splitlines()[0].endswith("has upstream's bytes again:")
+    assert run("revert").out == f"SGLang 0.5.9 in {site.resolve()}/sglang is not patched\n"
     assert snapshot(site) == pristine
 
 
 def test_a_program_reads_what_was_done_and_checks_it(site, run, monkeypatch):
     monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", list)
-    assert run("status", "--check")[0] == 1
+    run("status", "--check", status=1)
     told = {"release": "0.5.9", "package": f"{site.resolve()}/sglang"}
     files = ["srt/deep/second.py", "srt/first.py", "srt/new/third.py"]
     for command, dry_run, before, changed in (
@@ -72,51 +60,46 @@ def test_a_program_reads_what_was_done_and_checks_it(site, run, monkeypatch):
         ("revert", False, "patched", files),
         ("revert", False, "pristine", []),
     ):
-        code, out, _err = run(command, "--json", *(["--dry-run"] if dry_run else []))
-        assert code == 0
-        assert json.loads(out) == told | {"before": before, "changed": changed, "dry_run": dry_run}
-        assert run("status", "--check")[0] == (0 if (command, dry_run) == ("apply", False) else 1)
+        said = run(command, "--json", *(["--dry-run"] if dry_run else []))
+        assert said.json == told | {"before": before, "changed": changed, "dry_run": dry_run}
+        run("status", "--check", status=0 if (command, dry_run) == ("apply", False) else 1)
     run("apply")
     unwatched = RunningServer(7, "sglang::scheduler", "/run", None, "its crash handler has ended")
     monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", lambda: [unwatched])
-    assert run("status", "--check")[0] == 1
-    assert run("status")[0] == 0
+    run("status", "--check", status=1)
+    run("status")
 
 
 def test_the_exit_codes(site, run, tmp_path):
     (site / "sglang/srt/first.py").write_text("mine\n")
-    code, _, err = run("apply")
-    assert code == 4
+    err = run("apply", status=4).err
     assert "srt/first.py (foreign)" in err
     assert "next: keep your edit elsewhere, then uv pip install" in err
-    assert "foreign  srt/first.py" in run("status")[1]
+    assert "foreign  srt/first.py" in run("status").out
     for path in site.glob("sglang*"):
         shutil.rmtree(path)
     for name in ("apply", "revert", "status"):
-        code, _, err = run(name)
-        assert (code, "has no SGLang installed" in err) == (3, True)
+        assert "has no SGLang installed" in run(name, status=3).err
     install(write_wheel(tmp_path / "next", "0.5.99"), site)
-    code, _, err = run("apply")
-    assert code == 4
+    err = run("apply", status=4).err
     assert "SGLang 0.5.99 is not supported; supported are 1 releases, 0.5.9 to 0.5.9" in err
     assert "scripts/port_release 0.5.99" in err
-    code, out, _ = run("status", "--json")
-    found = json.loads(out)
-    assert (code, found["state"], found["supported"]) == (0, "unsupported", False)
+    found = run("status", "--json").json
+    assert (found["state"], found["supported"]) == ("unsupported", False)
     assert found["next"].startswith("scripts/port_release 0.5.99")
-    assert "(not supported; supported are 1 releases, 0.5.9 to 0.5.9)" in run("status")[1]
+    assert "(not supported; supported are 1 releases, 0.5.9 to 0.5.9)" in run("status").out
 
 
 def test_status_tells_each_state_apart(site, run, kit, other_kit, monkeypatch):
     run("apply")
     monkeypatch.setattr(environment_module, "find_patch_root", lambda: other_kit.patches.root)
     assert state(run) == "outdated"
-    assert "patched with other patches, by kit" in run("status")[1]
+    assert "patched with other patches, by kit" in run("status").out
     manifest = site / "sglang-0.5.9.dist-info/sglang-crashkit.json"
     manifest.write_text(manifest.read_text().replace('"applied"', '"applying"'))
     assert state(run) == "interrupted"
-    assert "cut off while applying; apply or revert finishes it" in run("status")[1]
-    assert run("apply")[1].splitlines()[0].endswith("is patched; a change that was cut off is finished:")
+    assert "cut off while applying; apply or revert finishes it" in run("status").out
+    assert run("apply").out.splitlines()[0].endswith("is patched; a change that was cut off is finished:")
     assert state(run) == "patched"
     (site / "sglang/srt/deep/second.py").unlink()
     assert state(run) == "patched"  # the other kit does not touch that file
@@ -154,7 +137,7 @@ def test_the_next_command_fits_the_state(environment, kit, other_kit):
 @pytest.mark.wide
 def test_pip_uninstalls_a_patched_sglang_without_leaving_anything(site, venv, run):
     ensurepip = pytest.importorskip("ensurepip")
-    assert run("apply")[0] == 0
+    run("apply")
     before = {path.name for path in site.iterdir()}
     wheels = list(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"))
     if not wheels:
@@ -165,26 +148,23 @@ def test_pip_uninstalls_a_patched_sglang_without_leaving_anything(site, venv, ru
     assert {path.name for path in site.iterdir()} == before - {"sglang", "sglang-0.5.9.dist-info"}
 
 
-def test_wheel_builds_both_wheels_and_says_how_to_install_them(tmp_path, capsys, monkeypatch):
+def test_wheel_builds_both_wheels_and_says_how_to_install_them(tmp_path, cli, monkeypatch):
     made = write_wheel(tmp_path / "in")
     kit = make_kit(tmp_path / "kit-patches", made, PATCHES)
     monkeypatch.setattr("sglang_crashkit.installer.patches.find_patch_root", lambda: kit.patches.root)
     out = tmp_path / "out"
-    assert cli.main(["wheel", str(made), "--out", str(out)]) == 0
+    said = cli("wheel", made, "--out", out)
     version = sglang_crashkit.__version__
     names = sorted(path.name for path in out.iterdir())
     assert names == [f"sglang-0.5.9+crashkit.{version}-py3-none-any.whl", f"sglang_crashkit-{version}-py3-none-any.whl"]
     command = f"pip install --find-links {out} sglang==0.5.9+crashkit.{version} && sglang-crashkit status"
-    assert f"install  {command}\n" in capsys.readouterr().out
-    assert cli.main(["wheel", str(made), "-o", str(out), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    assert f"install  {command}\n" in said.out
+    told = cli("wheel", made, "-o", out, "--json").json
     assert told == {"release": "0.5.9", "install": command, "locked": told["locked"]} | {
         "wheel": str(out / names[0]),
         "kit": str(out / names[1]),
     }
-    assert cli.main(["wheel", str(tmp_path / "no.whl"), "--out", str(out)]) == 2
-    assert "neither a release of SGLang nor a wheel" in capsys.readouterr().err
+    assert "neither a release of SGLang nor a wheel" in cli("wheel", tmp_path / "no.whl", "--out", out, status=2).err
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    assert cli.main(["wheel", "0.5.9", "--out", str(out)]) == 3
-    assert "--download" in capsys.readouterr().err
-    assert cli.main(["wheel", "0.5.98", "--out", str(out)]) == 4
+    assert "--download" in cli("wheel", "0.5.9", "--out", out, status=3).err
+    cli("wheel", "0.5.98", "--out", out, status=4)

@@ -1,7 +1,7 @@
 import pytest
 
 from lanelib.porting import FIELDS
-from sglang_crashkit.errors import RefusedError, UsageError
+from sglang_crashkit.errors import UsageError
 from sglang_crashkit.installer.patches import (
     LOCK_NAME,
     Hunk,
@@ -11,7 +11,6 @@ from sglang_crashkit.installer.patches import (
     LockedRelease,
     Patch,
     PatchDataError,
-    PatchFormatError,
     PatchTree,
     apply_patch,
     base_release,
@@ -21,7 +20,6 @@ from sglang_crashkit.installer.patches import (
     parse_patch,
     patch_files,
     release_key,
-    sorted_releases,
     unapply_patch,
 )
 from unit.installer.fake_sglang import HEADER
@@ -50,7 +48,7 @@ def patch_of(*hunks: Hunk, creates: bool = False) -> Patch:
     ids=["empty", "no diff", "two files", "longer", "shorter"],
 )
 def test_what_is_no_patch_of_one_file_is_refused(text):
-    with pytest.raises(PatchFormatError, match=r"some\.patch does not read as the patch of one file"):
+    with pytest.raises(PatchDataError, match=r"some\.patch does not read as the patch of one file"):
         parse_patch(text, source="some.patch")
 
 
@@ -134,15 +132,12 @@ def test_the_lock_loads_as_dumped_and_finds_builds(tmp_path):
     assert list(load_lock(tmp_path).releases) == ["0.5.9", "0.5.10"]
     assert lock.require("0.5.9+cu126") is releases["0.5.9"]
     assert lock.find("0.5.9.dev1") is None
-    with pytest.raises(RefusedError, match=r"supported are 2 releases, 0\.5\.9 to 0\.5\.10") as caught:
-        lock.require("0.5.99")
-    assert "scripts/port_release 0.5.99" in str(caught.value)
     assert (find_patch_root() / LOCK_NAME).is_file()
 
 
 def test_releases_are_ordered_and_their_builds_are_local_versions():
     given = ["0.5.10", "0.5.9", "0.5.12.post1", "0.5.13", "0.5.12", "0.5.10.post1"]
-    assert sorted_releases(given) == ["0.5.9", "0.5.10", "0.5.10.post1", "0.5.12", "0.5.12.post1", "0.5.13"]
+    assert sorted(given, key=release_key) == ["0.5.9", "0.5.10", "0.5.10.post1", "0.5.12", "0.5.12.post1", "0.5.13"]
     assert base_release("0.5.23+crashkit.0.1.0") == "0.5.23"
     for version in ("0.5.24.dev3+g12", "0.5.9rc1", "0.5.9+cu126", "", "v0.5.9", "../0.5.9"):
         assert not is_release(version)

@@ -22,10 +22,8 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def serve(paths: None) -> Any:
-    def command(rule: str, what: str = "forward") -> str:
-        return shlex.join([sys.executable, "-m", "unit.replay.breakable", "--rule", rule, "--what", what])
-
-    return command
+    words = [sys.executable, "-m", "unit.replay.breakable", "--rule"]
+    return lambda rule, what="forward": shlex.join([*words, rule, "--what", what])
 
 
 def commands() -> str:

@@ -41,16 +41,16 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.installer.environment import open_session
     from sglang_crashkit.installer.status import State
 
-    session, is_apply = open_session(args.python), args.command == "apply"
-    change = apply if is_apply else revert
-    outcome = change(session.environment, session.patches, session.lock, dry_run=args.dry_run)
+    environment, patches, lock = open_session(args.python)
+    is_apply = args.command == "apply"
+    outcome = (apply if is_apply else revert)(environment, patches, lock, dry_run=args.dry_run)
     before = outcome.before.value
     if args.json:
-        told = {"release": session.environment.version, "package": str(session.environment.package)}
+        told = {"release": environment.version, "package": str(environment.package)}
         changed = {"before": before, "changed": [str(path) for path in outcome.changed], "dry_run": args.dry_run}
         say_json(told | changed, indent=1)
         return ExitCode.DONE
-    name = f"SGLang {session.environment.version} in {session.environment.package}"
+    name = f"SGLang {environment.version} in {environment.package}"
     goals = (State.PATCHED,) if is_apply else (State.PRISTINE, State.UNSUPPORTED)
     done = _DONE.get(before, "is patched") if is_apply else "has upstream's bytes again"
     if not outcome.changed and outcome.before in goals:

@@ -9,13 +9,13 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.arguments import command, positive, seconds
 from sglang_crashkit.cli.main import Terminated, end_with_reader
-from sglang_crashkit.cli.output import say, say_json, say_title
+from sglang_crashkit.cli.output import say, say_json, say_screen, tell
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
 if TYPE_CHECKING:
@@ -154,14 +154,14 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     several = args.pid is not None or args.all_servers or args.config is not None or here is not None
     if args.when_unhealthy is not None:
         args.pid = _wait_until_unhealthy(args, wait_secs, is_one=not several) or args.pid
-    else:
-        if wait_secs and not several:
+    elif wait_secs:
+        if not several:
             # Better told before a long wait than after it.
             _require_one_server(find())
-        _wait(wait_secs, lambda: _overview(find()))
+        _wait(wait_secs, _overview(find()))
     found = find()
     for line in _passed_over(found):
-        _say(line)
+        tell(line)
     if not found.processes:
         raise _nothing(args, found)
     if not several and args.pid is None:
@@ -172,7 +172,7 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
         except (CrashkitError, OSError):
             # As in a container. What is in the files is printed.
             output = Path(tempfile.mkdtemp(prefix="sglang-crashkit-collect-"))
-    collection = Collection(found.processes, Plan(output, args.snapshots, args.interval, native=args.native), _say)
+    collection = Collection(found.processes, Plan(output, args.snapshots, args.interval, native=args.native), tell)
     interrupt: KeyboardInterrupt | None = None
     is_said = args.json
     try:
@@ -187,7 +187,7 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
         collection.debug(limit)
     except KeyboardInterrupt as error:
         interrupt = error
-        _say("interrupted; what was collected until then is kept")
+        tell("interrupted; what was collected until then is kept")
     has_stacks = [any(each.threads or each.native for each in one.moments) for one in collection.collected]
     status = _status_of({ExitCode.DONE if its else ExitCode.FAILED for its in has_stacks}, interrupt)
     if args.json:
@@ -214,7 +214,7 @@ def _say_snapshots(collection: Collection) -> None:
 
 
 def _say_end(collection: Collection, output: Path) -> None:
-    """Print what the debuggers added, and the verdict where any stack was seen."""
+    """Print what the debuggers added, and the verdict."""
     from sglang_crashkit.view.collected import debugged_line
 
     if collection.skipped:
@@ -223,20 +223,17 @@ def _say_end(collection: Collection, output: Path) -> None:
         if one.debugged is not None and not collection.skipped:
             say(f"{one.process.title} (pid {one.process.pid}): {debugged_line(one.debugged)}")
     say(*filter(None, [collection.missing]), f"files: {output}")
-    verdict, case = collection.judged()
-    if any(process.stacks for process in case.processes.values()):
-        _say_verdict(verdict, case)
+    _say_verdict(*collection.judged())
 
 
 def _say_verdict(verdict: Verdict, case: Case) -> None:
-    """Print it as ``sglang-crashkit explain`` does."""
+    """Print it as ``sglang-crashkit explain`` does, where any stack was seen."""
     from sglang_crashkit.redact import redact_text
     from sglang_crashkit.view.verdict import screen
 
-    head, *rest = screen(verdict, case)
-    say("")
-    say_title(redact_text(head))
-    say(*map(redact_text, rest))
+    if any(process.stacks for process in case.processes.values()):
+        say("")
+        say_screen(map(redact_text, screen(verdict, case)))
 
 
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
@@ -256,17 +253,17 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     if args.when_unhealthy is not None:
         _wait_until_unhealthy(args, wait_secs, is_one=False)
     elif wait_secs:
-        _wait(wait_secs, lambda: transport.title)
+        _wait(wait_secs, transport.title)
         transport = transport if args.via is not None else _transport(args)
     names = ", ".join(transport.nodes[:_MAX_TITLES])
-    _say(f"collecting: {transport.title}, {args.fan_out} at a time: {names}")
-    result = gather(transport, command, output, _say, at_once=args.fan_out, node_secs=args.node_timeout)
+    tell(f"collecting: {transport.title}, {args.fan_out} at a time: {names}")
+    result = gather(transport, command, output, tell, at_once=args.fan_out, node_secs=args.node_timeout)
     status = _status_of({node.status for node in result.nodes}, result.interrupt)
     verdict, case = judged(result.rounds)
     try:
         result.write(verdict, map(redact_text, screen(verdict, case)), output)
     except OSError as error:
-        _say(f"cannot write {output / EXPLANATION}: {error.strerror or error}")
+        tell(f"cannot write {output / EXPLANATION}: {error.strerror or error}")
     if args.json:
         say_json(result.to_json(verdict, output, status), indent=2)
     else:
@@ -276,10 +273,9 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
             if len(lines) > _MAX_LINES:
                 say(f"... and {len(lines) - _MAX_LINES} lines more in {output / EXPLANATION}")
         say(f"files: {output}/<{transport.noun}>/, {output / EXPLANATION}")
-        if any(process.stacks for process in case.processes.values()):
-            _say_verdict(verdict, case)
+        _say_verdict(verdict, case)
     if result.interrupt is not None:
-        _say("interrupted; what was collected until then is kept")
+        tell("interrupted; what was collected until then is kept")
     return status
 
 
@@ -317,20 +313,16 @@ def _remote_command(args: argparse.Namespace) -> list[str]:
 
 def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
     """Return how long to wait, in seconds, and the output folder: the command line's, else the file's."""
-    from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
+    from sglang_crashkit.capture.debug_config import DebugConfig, expand_output, read_debug_config
 
-    wait_secs, template = 0.0, DEFAULT_OUTPUT
-    if args.config is not None:
-        config = read_debug_config(args.config)
-        if not config.enabled:
-            raise NothingToDoError(
-                f"debug.enabled is not true in {args.config}, so nothing is collected",
-                next_step="set it, or leave --config out",
-            )
-        wait_secs, template = config.wait_seconds, config.output_dir
-    if args.wait_seconds is not None:
-        wait_secs = args.wait_seconds
-    return wait_secs, expand_output(args.output_dir or template, args.log_dir)
+    config = DebugConfig(enabled=True, wait_seconds=0) if args.config is None else read_debug_config(args.config)
+    if not config.enabled:
+        raise NothingToDoError(
+            f"debug.enabled is not true in {args.config}, so nothing is collected",
+            next_step="set it, or leave --config out",
+        )
+    wait_secs = config.wait_seconds if args.wait_seconds is None else args.wait_seconds
+    return wait_secs, expand_output(args.output_dir or config.output_dir, args.log_dir)
 
 
 def _require_one_server(found: Discovery) -> None:
@@ -364,11 +356,10 @@ def _user_of(args: argparse.Namespace) -> int | None:
         raise UsageError(f"there is no user {args.user}", next_step="name one, or a user id") from None
 
 
-def _wait(seconds: float, overview: Callable[[], str]) -> None:
+def _wait(seconds: float, overview: str) -> None:
     """Say what there is to collect, and wait."""
-    if seconds:
-        _say(f"collecting in {seconds:.0f} s: {overview()}")
-        time.sleep(seconds)
+    tell(f"collecting in {seconds:.0f} s: {overview}")
+    time.sleep(seconds)
 
 
 def _wait_until_unhealthy(args: argparse.Namespace, wait_secs: float, *, is_one: bool) -> int | None:
@@ -380,12 +371,12 @@ def _wait_until_unhealthy(args: argparse.Namespace, wait_secs: float, *, is_one:
     if is_one and not address.is_here:
         raise UsageError(f"{address} is on another host", next_step="run it there, or name that by --via and --hosts")
     is_limited = args.wait_seconds is not None or args.config is not None
-    reason = wait_until_unhealthy(address, wait_secs if is_limited else float("inf"), _say)
+    reason = wait_until_unhealthy(address, wait_secs if is_limited else float("inf"), tell)
     if not reason:
         raise NothingToDoError(
             f"{address} was not unhealthy within {wait_secs:g} s, so nothing is collected", next_step="a longer --wait"
         )
-    _say(f"{address} is unhealthy: {reason}")
+    tell(f"{address} is unhealthy: {reason}")
     return process_at(address) if is_one else None
 
 
@@ -433,7 +424,3 @@ def _status_of(statuses: Set[int | None], interrupt: KeyboardInterrupt | None) -
     if statuses <= {ExitCode.DONE, ExitCode.NOTHING}:
         return ExitCode.DONE
     return ExitCode.PARTIAL if statuses & {ExitCode.DONE, ExitCode.PARTIAL} else ExitCode.FAILED
-
-
-def _say(line: str) -> None:
-    say(line, error=True)

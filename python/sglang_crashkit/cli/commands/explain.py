@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.output import say, say_json, say_text, say_title
+from sglang_crashkit.cli.output import say, say_json, say_screen, say_text
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -99,9 +99,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
         say(*map(redact_text, section_lines(view.report(verdict, case), "###")))
     else:
-        head, *rest = view.screen(verdict, case)
-        say_title(redact_text(head))
-        say(*map(redact_text, rest))
+        say_screen(map(redact_text, view.screen(verdict, case)))
     return ExitCode.PARTIAL if problems else ExitCode.DONE
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.arguments import add_incident, command, positive, seconds
 from sglang_crashkit.cli.crash_folder import find_incident
-from sglang_crashkit.cli.output import say, say_json
+from sglang_crashkit.cli.output import say, say_json, tell
 from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _serve(args: argparse.Namespace, incident: StoredIncident, chosen: list[Stor
     from sglang_crashkit.replay.server import MAX_GAP_SECS, OwnServer
 
     with OwnServer(args.serve, _folder_of(args, incident)) as server:
-        server.start(args.ready_secs, lambda line: say(line, error=True))
+        server.start(args.ready_secs, tell)
         tried = server.try_requests(chosen, incident.incident, args.request_secs, MAX_GAP_SECS)
     _tell(tried.answers, args)
     path = str(tried.incident.path) if tried.incident is not None else None
@@ -109,7 +109,7 @@ def _bisect(args: argparse.Namespace, incident: StoredIncident) -> ExitCode:
 
     folder = _folder_of(args, incident)
     plan = Plan(args.serve, folder, args.starts, args.ready_secs, args.request_secs)
-    result = bisect(incident, plan, lambda line: say(line, error=True))
+    result = bisect(incident, plan, tell)
     if args.json:
         say_json(asdict(result), indent=2)
     elif result.reproduced:
@@ -133,7 +133,7 @@ def _chosen(requests: list[StoredRequest], wanted: list[str] | None) -> list[Sto
     found = [one for one in requests if not wanted or not set(wanted).isdisjoint(one.rids)]
     for one in found:
         if not one.is_complete:
-            say(f"left out: request {one.rid}: {', '.join(one.lacks)} is not kept", error=True)
+            tell(f"left out: request {one.rid}: {', '.join(one.lacks)} is not kept")
     found = [one for one in found if one.is_complete]
     if not found:
         raise NothingToDoError("none of the requests that were asked for can be sent", next_step="leave out --only")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang_crashkit.cli.arguments import add_incident
 from sglang_crashkit.cli.crash_folder import find_incident, nothing_of
-from sglang_crashkit.cli.output import say, say_json, say_title
+from sglang_crashkit.cli.output import say, say_json, say_screen
 from sglang_crashkit.errors import ExitCode, UsageError
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model import SCHEMA_VERSION
@@ -68,9 +68,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         say(args.html)
         return ExitCode.DONE
     if not (args.requests or args.stacks or args.timeline or args.env):
-        head, *rest = screen_lines(incident, args)
-        say_title(head)
-        say(*rest)
+        say_screen(screen_lines(incident, args))
         return ExitCode.DONE
     from sglang_crashkit.view import terminal
     from sglang_crashkit.view.evidence import IncidentFiles

@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.installer.environment import open_session
     from sglang_crashkit.installer.status import State, read_tree
 
-    session = open_session(args.python)
-    tree = read_tree(session.environment, session.lock.find(session.environment.version))
+    environment, _patches, lock = open_session(args.python)
+    tree = read_tree(environment, lock.find(environment.version))
     servers = find_running_servers()
     if args.json:
-        say_json(tree.to_json(session.lock) | {"servers": [asdict(server) for server in servers]}, indent=1)
+        say_json(tree.to_json(lock) | {"servers": [asdict(server) for server in servers]}, indent=1)
     else:
-        say(*tree.lines(session.lock), *map(format_server, servers))
+        say(*tree.lines(lock), *map(format_server, servers))
     is_patched = tree.overall is State.PATCHED and tree.next_step is None
     is_well = is_patched and not any(server.problem for server in servers)
     return ExitCode.DONE if is_well or not args.check else ExitCode.FAILED

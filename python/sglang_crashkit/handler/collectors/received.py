@@ -27,7 +27,7 @@ from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.memory.ring import LogRecord, RingError, is_ring, read_blob, read_log
-from sglang_crashkit.memory.steps import NotStepsError, StepReader
+from sglang_crashkit.memory.steps import StepReader
 from sglang_crashkit.model import incident, lenient
 from sglang_crashkit.model.incident import MAX_RIDS, Divergence, Evidence, EvidenceKind, Incident, InStep, iso_time
 from sglang_crashkit.model.step import PHASES, Step
@@ -228,13 +228,13 @@ class StepRecords(HeldMemory):
         held = self.last_of(process)
         try:
             return () if held is None else StepReader(held.descriptor, held.modes).read().steps
-        except (OSError, NotStepsError):
+        except (OSError, RingError):
             return ()
 
     def _problem_of(self, descriptor: int) -> str:
         try:
             StepReader(descriptor)
-        except (OSError, NotStepsError) as error:
+        except (OSError, RingError) as error:
             return str(error)
         return ""
 
@@ -254,7 +254,7 @@ class StepRecords(HeldMemory):
         began, name = time.monotonic(), f"ranks/{titles.label_of(process.title, process.pid)}.steps.jsonl"
         try:
             found = StepReader(held.descriptor, held.modes).read()
-        except (OSError, NotStepsError) as error:
+        except (OSError, RingError) as error:
             return Evidence("steps", "failed", reason=f"{name}: {error}")
         run.begun.update(one.rid for step in found.steps if step.phase != PHASES[0] for one in step.requests)
         # Without the requests, which of a thousand steps take tens of megabytes; the file has them.

@@ -17,7 +17,7 @@ from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import find_processes
 from sglang_crashkit.kernel.procfs import TreeScanner, is_dead, read_title
 from sglang_crashkit.model.snapshot import parse
-from unit.cli.conftest import GDB, native_stack
+from unit.cli.conftest import GDB
 from unit.support.command import Cli
 from unit.support.targets import SLEEPER, TITLE, functions_of, settle, settle_in_sleep, state_of
 from unit.support.waiting import LONG, child, wait_until
@@ -109,7 +109,8 @@ def test_for_another_machine_it_ends_with_its_reader(rank: int, tmp_path: Path, 
 
 def test_what_native_stacks_add_to_the_verdict_is_told(rank: int, tmp_path: Path, gdb: Path, collect: Cli) -> None:
     gdb.write_text(f"{GDB}cat {tmp_path}/listing\n")
-    (tmp_path / "listing").write_text(native_stack(rank))
+    frames = "#0  0x01 in poll () from /lib/libc.so.6\n#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n"
+    (tmp_path / "listing").write_text(f'Thread 1 (Thread 0x7f (LWP {rank}) "python"):\n{frames}#2  0x03 in main ()\n')
     screen = collect(rank, tmp_path / "out", "--snapshots", "1", "--native").out.partition("\nclass ")[2]
     assert screen.startswith("   symmetric_stall: ")
     assert "NCCL" in screen
@@ -153,17 +154,15 @@ def test_a_process_that_gives_nothing_makes_it_a_part(tmp_path: Path, collect: C
     # GIVEN a scheduler that is no Python process, and one that is
     code = f"import subprocess; subprocess.Popen(['bash', '-c', 'exec -a {TITLE}-none sleep 120']); {SLEEPER}"
     with child(code, title="sglang::scheduler_TP1") as process:
-        wait_until(lambda: "none" in "".join(_titles(process.pid)), "the other one is there")
+        wait_until(
+            lambda: any("none" in one.title for one in find_processes(pid=process.pid).processes), "the other is there"
+        )
         try:
             said = collect(process.pid, tmp_path, *QUICK, status=5)
         finally:
             for pid in TreeScanner(process.pid).scan() - {process.pid}:
                 os.kill(pid, signal.SIGKILL)
     assert "it is no Python process" in said.out
-
-
-def _titles(pid: int) -> list[str]:
-    return [process.title for process in find_processes(pid=pid).processes]
 
 
 def test_without_a_process_nothing_is_written_and_status_is_3(tmp_path: Path, collect: Cli) -> None:

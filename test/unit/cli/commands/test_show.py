@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit import settings
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view.first_screen import first_screen
 from unit.support.command import Cli
@@ -190,11 +189,7 @@ def test_a_broken_document_is_told_once_with_what_to_do(tmp_path: Path, cli: Cli
     assert following.startswith("  next: ")
 
 
-def test_without_any_known_folder_the_next_command_is_named(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", list)
-    monkeypatch.setattr(settings, "fallback_folder", lambda: tmp_path / "absent")
+def test_without_any_known_folder_the_next_command_is_named(nothing_known: Path, cli: Cli) -> None:
     for command in (["show"], ["incidents"], ["bundle"]):
         assert "next: sglang-crashkit incidents DIR" in cli(*command, status=3).err
 
