@@ -49,7 +49,6 @@ LOOK_SECS = 1.0
 STATUS_SECS = 1.0
 #: A title that is not set yet is looked for so often, in seconds.
 TITLE_SECS = 0.25
-_PREFIX = "sglang::"
 #: It is read within this time, in seconds, or not at all: the read waits for the process where its driver hangs.
 _READ_SECS = 1.0
 _NEVER = float("inf")
@@ -151,10 +150,10 @@ class Child:
     def look_up_title(self) -> None:
         """Read the title, which SGLang sets some seconds after the start and which is gone with the process."""
         stat = None if self.has_title else self.stat()
-        if stat is not None and stat.comm.startswith(_PREFIX):
+        if stat is not None and stat.comm.startswith(titles.PREFIX):
             title = read_title(stat.pid)
             self._gave_up_title = title is None
-            self.title = title if title is not None and title.startswith(_PREFIX) else ""
+            self.title = title if title is not None and title.startswith(titles.PREFIX) else ""
 
     def label(self) -> str:
         """Return its name, title and pid as far as they are known."""
