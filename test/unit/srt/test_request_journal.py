@@ -388,7 +388,7 @@ def test_without_a_crash_handler_there_is_no_journal(
     listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     listener.kill()
-    assert open_journal() is None
+    assert open_journal({}) is None
     assert "crash kit: no request journal: " in caplog.text
     monkeypatch.delenv(SOCKET_VARIABLE)
-    assert open_journal() is None
+    assert open_journal({}) is None
