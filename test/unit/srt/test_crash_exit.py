@@ -23,8 +23,8 @@ UPSTREAM, OFF = {"SGLANG_CRASHKIT_EXIT_STATUS": "upstream"}, {"SGLANG_CRASHKIT_E
 REPLACED = """
 from sglang_crashkit.srt.utils import common
 
-wait, is_replaced = common.OwnNames._wait_for_reap_or_raise, threading.Event()
-common.OwnNames._wait_for_reap_or_raise = staticmethod(lambda *arguments: (wait(*arguments), is_replaced.wait(60)))
+wait, is_replaced = common.wait_for_reap_or_raise, threading.Event()
+common._wait_for_reap_or_raise = lambda *arguments: (wait(*arguments), is_replaced.wait(60))
 first = subprocess.Popen(["sleep", "120"])
 
 def start_another():
