@@ -147,9 +147,7 @@ def write_record(error: BaseException, name: str) -> dict[str, Any]:
     trace, withheld = error.__traceback__, f"{type(error).__name__}: {REDACTED}"
     # What is cut before it is searched may end in half a secret.
     message = _redacted("".join(traceback.format_exception_only(error)).strip()[:MAX_PRINTED], trace) or withheld
-    told: dict[str, Any] = {"message": message.splitlines()[0][:300], "record": None}
-    told["record"] = _write(error, name, message[:MAX_MESSAGE])
-    return told
+    return {"message": message.splitlines()[0][:300], "record": _write(error, name, message[:MAX_MESSAGE])}
 
 
 @never_raises
