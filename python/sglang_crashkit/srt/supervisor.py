@@ -1,12 +1,7 @@
 """Processes that this one started for its server: who they are, one wait for the ends of all, and what an end means.
 
 Nothing else in SGLang's processes waits for such an end. Each is known by pid and start time. What an end means is up
-to the phase:
-
-- `startup.Startup`: ranks that are to say that they are ready. An end is an error, which names who died and of what.
-- `entrypoints.engine.Following`: the schedulers of a node of a rank above 0, which ends with any of them.
-- `Serving`: a server program that serves. As long as there is a crash handler, nothing is done but to wait for the
-  handler's end; without one, the end of a worker ends the server.
+to the phase: `startup.Startup`, `entrypoints.engine.Following`, `Serving`.
 
 Titles do not say who belongs to the server. The launch names the schedulers that it started, and each worker says
 to the main process that it is there (`join`), where the kernel says that the server started it.
@@ -235,7 +230,10 @@ class Supervisor:
 
 
 class Serving(Supervisor):
-    """The server's own processes, as its main process knows them; ends the server where there is no crash handler.
+    """The server's own processes, as its main process knows them.
+
+    As long as there is a crash handler, nothing is done but to wait for the handler's end; without one, the end of a
+    worker ends the server.
 
     Those that are `excused`, by pid and start time, it ends on purpose. Where nothing else waits for the ranks,
     `when_ready` is called, once, when each known scheduler goes round its event loop.

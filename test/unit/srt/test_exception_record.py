@@ -88,7 +88,7 @@ def test_each_process_that_upstream_starts_tells_of_its_exception(
 
 def test_a_failed_start_is_told_by_whoever_waited(short_folder: Path, listener: Listener) -> None:
     try:
-        raise StartupError("timeout", [], "not ready")
+        raise StartupError([], "not ready")
     except StartupError:
         on_controller_exception()
     assert list((short_folder / "spool").iterdir()) == []

@@ -245,7 +245,7 @@ def after(cause: BaseException) -> ValueError:
         pytest.param(SystemExit(143), {"is_program": True}, ["teardown"], id="tells of SIGTERM"),
         pytest.param(KeyboardInterrupt(), {"is_program": True}, ["teardown"], id="is interrupted"),
         pytest.param(after(KeyboardInterrupt()), {"is_program": True}, ["teardown"], id="fails as it is interrupted"),
-        pytest.param(StartupError("died", [], "x"), {"is_program": True}, ["teardown"], id="has reported its ranks"),
+        pytest.param(StartupError([], "x"), {"is_program": True}, ["teardown"], id="has reported its ranks"),
         pytest.param(ValueError("x"), {"is_program": True, "draining": True}, ["teardown"], id="was asked to end"),
         pytest.param(ValueError("x"), {"is_program": False}, ["teardown"], id="is a user's"),
     ],
