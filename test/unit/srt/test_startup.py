@@ -39,23 +39,24 @@ READY_1 = [(1.0, "ready")]
 DIED = "died during initialization (exit code: "
 
 
-def run(*scripts: list[tuple[float, Any]], **options: Any) -> tuple[FakeClock, list[Any]]:
+def run(*scripts: list[tuple[float, Any]]) -> tuple[FakeClock, list[Any]]:
     """Wait for one rank for each script, on a clock of its own."""
     clock = FakeClock()
     ranks = [FakeRank(number, clock, *script) for number, script in enumerate(scripts)]
-    return clock, Startup([rank.child() for rank in ranks], clock=clock, **options).run()
+    return clock, Startup([rank.child() for rank in ranks], clock=clock).run()
 
 
-def fail(*scripts: list[tuple[float, Any]], **options: Any) -> StartupError:
+def fail(*scripts: list[tuple[float, Any]]) -> StartupError:
     with pytest.raises(StartupError) as caught:
-        run(*scripts, **options)
+        run(*scripts)
     return caught.value
 
 
-def test_what_ranks_sent_comes_in_their_order() -> None:
-    clock, infos = run([(3.0, "ready")], [(1.0, "ready")], [(2.0, "ready")])
+def test_without_a_limit_it_waits_on_and_what_ranks_sent_comes_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, "0")
+    clock, infos = run([(1e6, "ready")], [(1.0, "ready")], [(2.0, "ready")])
     assert infos == [READY | {"rank": number} for number in range(3)]
-    assert clock.time == 1003.0
+    assert clock.time == 1000.0 + 1e6
 
 
 @pytest.mark.parametrize(
@@ -107,16 +108,6 @@ def test_silence_is_reported_ever_more_rarely(
     assert [words.split(" s:")[0].split()[-1] for words in reports] == ["30", "90", "210", "450"]
     assert "1 of 2 (Rank 1 scheduler (sglang::" in reports[0]
     assert reports[0].endswith(": gone); ready: Rank 0 scheduler")
-
-
-def test_without_a_limit_it_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TIMEOUT, "0")
-    assert run([(1e6, "ready")])[1]
-
-
-def test_the_time_that_was_waited_before_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TIMEOUT, "600")
-    assert " not ready within 600 s" in str(fail([(2.0, "ready")], waited_secs=599.0))
 
 
 def test_children_may_come_later_and_without_a_pipe() -> None:
@@ -173,15 +164,6 @@ def test_a_death_is_raised_when_the_incident_is_whole(started, listener: Listene
     assert "incident /incident" in caplog.records[1].message
     # The crash handler reads of the zombie how it ended.
     assert os.waitid(os.P_PID, processes[1].pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-
-
-def test_silence_beyond_the_limit_is_an_incident(started, listener: Listener, monkeypatch):
-    monkeypatch.setenv(TIMEOUT, "0.5")
-    monkeypatch.setenv("SGLANG_CRASHKIT_BUDGET_SECS", "0.2")
-    readers, processes = launch(started, "ready", "silent")
-    with pytest.raises(RuntimeError, match=r"Rank 1 scheduler not ready within 0\.5 s"):
-        wait_for_scheduler_ready(readers, processes)
-    assert listener.heard_but_members()["event"] == "startup_timeout"
 
 
 def test_without_descriptors_left_the_sentinels_do(started, monkeypatch):
