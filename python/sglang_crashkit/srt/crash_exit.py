@@ -58,11 +58,6 @@ class State:
     latest: float = math.inf  # beyond this the deadline does not move
     null: int = -1  # a descriptor of the null device; -1 before it is needed
 
-    @property
-    def serves(self) -> bool:
-        """Whether the ranks are ready, and no others are waited for."""
-        return self.started and not self.launching
-
 
 state = State()
 

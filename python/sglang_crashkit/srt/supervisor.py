@@ -346,7 +346,8 @@ class Serving(Supervisor):
                 self.children = [*self.children, child]
         self.wait(0.0)
         pause = LOOK_SECS
-        for child in self.ended() if crash_exit.state.serves else ():
+        serves = crash_exit.state.started and not crash_exit.state.launching
+        for child in self.ended() if serves else ():
             left = self._judge(child, child.learn_exit())
             pause = min(pause, left or pause)
             if left is None:

@@ -282,12 +282,8 @@ def test_another_servers_handler_is_told_of_its_end(short_folder: Path, monkeypa
         stat = procfs.read_stat(server.pid)
         path = settings.socket_path(server.pid, stat.start_ticks)
         path.parent.mkdir(parents=True)
-        other = Listener(path, {})
-        try:
+        with Listener(path, {}) as other:
             plain_kill(server.pid)
             assert other.heard()["pid"] == server.pid
-        finally:
-            other.kill()
-            other.process.stdout.close()
         # A socket that was left behind does not keep the tree from being killed.
         assert plain_kill(server.pid) == server.pid
