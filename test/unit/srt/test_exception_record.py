@@ -20,7 +20,7 @@ from sglang_crashkit.model.step import short_rid
 from sglang_crashkit.settings import SPOOL_VARIABLE
 from sglang_crashkit.srt import exception_record
 from sglang_crashkit.srt.exception_record import (
-    find_batch,
+    find_batches,
     find_prompts,
     tell_exception,
     tell_uncaught,
@@ -269,10 +269,10 @@ def request(text: Any) -> SimpleNamespace:
 def test_the_batch_at_work_comes_before_the_decoded(name: str) -> None:
     prefill, decode = SimpleNamespace(reqs=[request("new")]), SimpleNamespace(reqs=[request("old")])
     scheduler = Scheduler(**{"running_batch": decode, name: prefill})
-    assert find_batch(trace_of(scheduler.run_batch)) == (scheduler, prefill)
+    assert next(find_batches(trace_of(scheduler.run_batch))) == (scheduler, prefill)
     assert find_prompts(trace_of(scheduler.run_batch)) == ["new", "old"]
     idle = Scheduler(**{"running_batch": decode, name: None})
-    assert find_batch(trace_of(idle.run_batch)) == (idle, decode)
+    assert next(find_batches(trace_of(idle.run_batch))) == (idle, decode)
 
 
 def test_without_these_it_is_the_one_that_the_function_was_given() -> None:
@@ -289,7 +289,7 @@ def test_without_these_it_is_the_one_that_the_function_was_given() -> None:
             self.run_batch(error)
 
     scheduler = Running(running_batch=decode)
-    assert find_batch(trace_of(scheduler.event_loop)) == (scheduler, given)
+    assert next(find_batches(trace_of(scheduler.event_loop))) == (scheduler, given)
     assert find_prompts(trace_of(scheduler.event_loop)) == ["new", "old"]
 
 
