@@ -56,12 +56,6 @@ def test_a_size_that_would_hang_pytorch_counts_as_unset(
     assert (f"{name}={value!r} would hang PyTorch's gloo" in caplog.text) != is_left
 
 
-def test_without_a_crash_handler_the_recorder_is_left_alone(environ: MutableMapping[str, str], tmp_path: Path) -> None:
-    environ |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false"}
-    set_crash_dump_env(args(tmp_path))
-    assert environ.keys() & {"TORCH_FR_BUFFER_SIZE", OWN} == set()
-
-
 @pytest.mark.parametrize("server_args", [args(None), args(""), object()])
 def test_nothing_happens_without_a_crash_folder(environ: MutableMapping[str, str], server_args: object) -> None:
     before = dict(environ)
@@ -101,9 +95,18 @@ def test_each_variable_is_set_and_said(
     assert OWN not in caplog.text
 
 
-@pytest.mark.parametrize("switch", ["SGLANG_CRASHKIT_ENABLED", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", ""])
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [
+        ([], {*NAMES, OWN}),
+        (["SGLANG_CRASHKIT_ENABLED"], set()),
+        (["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"], {"TORCH_FR_BUFFER_SIZE", OWN}),
+        # Without a crash handler the recorder is left alone.
+        (["SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_PYSPY_DUMP_BEFORE_CRASH"], set()),
+    ],
+)
 def test_upstreams_function_runs_only_where_left_to_it(
-    environ: MutableMapping[str, str], tmp_path: Path, switch: str
+    environ: MutableMapping[str, str], tmp_path: Path, switches: list[str], expected: set[str]
 ) -> None:
     calls = []
 
@@ -112,13 +115,12 @@ def test_upstreams_function_runs_only_where_left_to_it(
         """Upstream's, from 0.5.13 on."""
         calls.append(server_args)
 
-    environ |= {switch: "0"} if switch else {}
+    environ |= dict.fromkeys(switches, "0")
     given = args(tmp_path / "crash")
     handle_crash_dump_env(given)
     set_crash_dump_env(given)
-    assert calls == [given] * bool(switch)
-    expected = {"": NAMES, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": {"TORCH_FR_BUFFER_SIZE"}}.get(switch, set())
-    assert environ.keys() & NAMES == expected
+    assert calls == [given] * bool(switches)
+    assert environ.keys() & {*NAMES, OWN} == expected
     # The crash folder is not touched.
     assert list(tmp_path.iterdir()) == []
     assert handle_crash_dump_env.__name__ == "handle_crash_dump_env"
