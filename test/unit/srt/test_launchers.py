@@ -94,10 +94,15 @@ def test_what_the_launcher_ends_on_sigterm_is_announced(listener: Listener) -> N
 
 
 def test_a_failing_rank_ends_it_by_the_launchers_own_handler_and_before_there_is_one(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends: list[str] = []
-    monkeypatch.setattr(grpc_server, "end_after_crash", lambda: ends.append("kit"))
+
+    def end_after_crash() -> None:
+        assert "incident /incident" in caplog.text, "the incident is whole first"
+        ends.append("kit")
+
+    monkeypatch.setattr(grpc_server, "end_after_crash", end_after_crash)
 
     @on_grpc_program
     async def serve_grpc(server_args: Any) -> None:

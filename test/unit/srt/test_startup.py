@@ -22,7 +22,6 @@ from sglang_crashkit import settings
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.entrypoints.engine import (
     on_engine_launch,
-    on_launch_phase_sigquit,
     on_wait_for_scheduler_ready,
 )
 from sglang_crashkit.srt.managers import data_parallel_controller as hooks
@@ -323,17 +322,6 @@ def test_a_handler_that_hangs_at_its_start_is_ended(
     handler_process.start(str(tmp_path / "crash"))
     assert settings.SOCKET_VARIABLE not in os.environ
     assert list((settings.fallback_folder() / "run").iterdir()) == []
-
-
-def test_a_failed_launch_is_told_before_the_tree_is_killed(
-    listener: Listener, caplog: pytest.LogCaptureFixture
-) -> None:
-    @on_launch_phase_sigquit
-    def handler(signum: int, frame: Any) -> Any:
-        return signum, listener.heard()["event"]
-
-    assert handler(3, frame=None) == (3, "launch_failed")
-    assert "incident /incident" in caplog.text
 
 
 @pytest.mark.parametrize(("rank", "follows"), [(0, False), (None, False), (1, True)])
