@@ -58,11 +58,6 @@ class State:
     latest: float = math.inf  # beyond this the deadline does not move
     null: int = -1  # a descriptor of the null device; -1 before it is needed
 
-    @property
-    def serves(self) -> bool:
-        """Whether the ranks are ready, and no others are waited for."""
-        return self.started and not self.launching
-
 
 state = State()
 
@@ -101,13 +96,6 @@ def begin(status: int, within_secs: float) -> None:
         never_raises(start_new_thread)(_watch_the_time, ())
 
 
-def withdraw() -> None:
-    """Note that it was no crash: what was asked to end has ended, and upstream goes on to end this process."""
-    if state.status is not None:
-        state.status = None
-        faulthandler.cancel_dump_traceback_later()
-
-
 def has_begun() -> bool:
     """Say whether there was a crash that ends this process."""
     return state.status is not None
@@ -137,11 +125,14 @@ def report(event: str, **fields: Any) -> None:
 
 def learn(answer: dict[str, Any] | None) -> None:
     """Take the status from what the crash handler answered, where it knows one."""
-    if answer and answer.get("orderly") is True:
-        withdraw()
+    if state.status is None:
         return
     status = _status_in(answer)
-    if state.status is not None and status is not None:
+    if answer and answer.get("orderly") is True:
+        # It was no crash: what was asked to end has ended, and upstream goes on to end this process.
+        state.status = None
+        faulthandler.cancel_dump_traceback_later()
+    elif status is not None:
         state.status = status if state.started else while_starting(status)
 
 

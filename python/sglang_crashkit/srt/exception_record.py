@@ -147,9 +147,7 @@ def write_record(error: BaseException, name: str) -> dict[str, Any]:
     trace, withheld = error.__traceback__, f"{type(error).__name__}: {REDACTED}"
     # What is cut before it is searched may end in half a secret.
     message = _redacted("".join(traceback.format_exception_only(error)).strip()[:MAX_PRINTED], trace) or withheld
-    told: dict[str, Any] = {"message": message.splitlines()[0][:300], "record": None}
-    told["record"] = _write(error, name, message[:MAX_MESSAGE])
-    return told
+    return {"message": message.splitlines()[0][:300], "record": _write(error, name, message[:MAX_MESSAGE])}
 
 
 @never_raises
@@ -200,7 +198,7 @@ def _format_frames(frames: traceback.StackSummary) -> list[str]:
 
 @never_raises
 def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
-    scheduler, batch = find_batch(trace)
+    scheduler, batch = next(find_batches(trace), (None, None))
     if batch is None:
         return {}
     requests = list(getattr(batch, "reqs", None) or [])
@@ -212,12 +210,7 @@ def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
     }
 
 
-def find_batch(trace: TracebackType | None) -> tuple[Any, Any]:
-    """Return the first object that has a batch and that batch, twice None if absent."""
-    return next(_batches(trace), (None, None))
-
-
-def _batches(trace: TracebackType | None) -> Iterator[tuple[Any, Any]]:
+def find_batches(trace: TracebackType | None) -> Iterator[tuple[Any, Any]]:
     """Yield each batch, and what has it: those at work first, then one that a function has, innermost first."""
     owners, seen = list(_owners(trace)), set[int]()
     at_work = ((owner, getattr(owner, name, None)) for name in _AT_WORK for owner in owners)
@@ -240,7 +233,7 @@ def find_configuration(trace: TracebackType | None) -> Any:
 
 def find_prompts(trace: TracebackType | None) -> list[str]:
     """Return texts that users sent and that were in reach or that the process works on, some of them."""
-    requests = (each for _owner, batch in _batches(trace) for each in getattr(batch, "reqs", None) or ())
+    requests = (each for _owner, batch in find_batches(trace) for each in getattr(batch, "reqs", None) or ())
     of_batches = (text for each in requests for text in _texts(getattr(each, "origin_input_text", None)))
     of_owners = (text for owner in _owners(trace) for text in prompts_of(owner))
     return list(islice(chain(_at_hand(trace), of_batches, of_owners), _MAX_PROMPTS))

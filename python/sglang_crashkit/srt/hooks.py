@@ -131,16 +131,23 @@ def before(function: Function, action: Callable[..., object]) -> Function:
     return wrapper
 
 
+def after(function: Function, action: Callable[..., object]) -> Function:
+    """Wrap `function`: `action` is called with its result and the same arguments once it returns, and never raises."""
+    guarded = never_raises(action)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        guarded(result, *args, **kwargs)
+        return result
+
+    return wrapper
+
+
 def after_construction(kind: type, action: Callable[[Any], object]) -> None:
     """Extend a class in place: `action` is called with each instance once it is constructed, and never raises."""
-    construct, guarded = kind.__init__, never_raises(action)  # type: ignore[misc]
-
-    @functools.wraps(construct)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        guarded(self)
-
-    kind.__init__ = wrapper  # type: ignore[misc]
+    guarded = never_raises(action)
+    kind.__init__ = after(kind.__init__, lambda _none, self, *_args, **_kwargs: guarded(self))  # type: ignore[misc]
 
 
 @never_raises

@@ -11,7 +11,6 @@ from typing import Any
 
 from sglang_crashkit.srt.hooks import never_raises
 
-_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _PREFIX = "sglang_crashkit_"
 #: The library maps its files into memory: where the disk is full, the process that writes to one is ended by SIGBUS.
 _LEAST_FREE = 64 << 20
@@ -25,7 +24,7 @@ _shown: dict[str, set[tuple[str, ...]]] = {}
 @never_raises
 def show_gauges(gauges: object) -> None:
     """Show gauges, each a name, what it is, and samples of labels and a value, where SGLang has a folder with room."""
-    folder = os.environ.get(_FOLDER)
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     if not folder or not isinstance(gauges, list):
         return
     disk = os.statvfs(folder)

@@ -66,12 +66,14 @@ _defaults: dict[type, dict[str, Any]] = {}
 _opened: list[weakref.ref[JournaledStates]] = []
 
 
-def open_journal() -> JournalWriter | None:
-    """Return a journal for the requests of this process; None where none is wanted; see also `held_memory`."""
+def open_journal(states: Mapping[str, Any]) -> JournaledStates | None:
+    """Return what notes these and later requests in a journal; None where none is wanted; see also `held_memory`."""
     settings = Settings.from_environ()
     if not settings.journal:
         return None
-    return held_memory("journal", lambda: JournalWriter(int(settings.journal_mb * 2**20)), "no request journal")
+    size = int(settings.journal_mb * 2**20)
+    journal = held_memory("journal", lambda: JournalWriter(size), "no request journal")
+    return JournaledStates(states, journal, settings.prompts) if journal is not None else None
 
 
 @never_raises
@@ -122,11 +124,12 @@ class JournaledStates(dict[str, Any]):
             self._note(self._end, state)
         return state
 
-    def abort(self, rid: str) -> None:
-        """Note that a request under way is aborted: its client had gone, or somebody asked for its end."""
-        state = self.get(rid)
-        if state is not None:
-            self._note(self._abort, state)
+    def abort(self, rid: str = "", abort_all: bool = False, *_args: Any, **_kwargs: Any) -> None:
+        """Note that a request under way, or each, is aborted: its client had gone, or somebody asked for its end."""
+        for one in list(self) if abort_all else [rid]:
+            state = self.get(one)
+            if state is not None:
+                self._note(self._abort, state)
 
     def retire(self) -> None:
         """Give the journal's memory back; this is an ordinary dictionary from now on."""

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
-import functools
 import json
 import logging
 import os
@@ -45,7 +44,7 @@ from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published, socke
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.exception_record import tell_uncaught, watch_threads
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
-from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
+from sglang_crashkit.srt.hooks import Function, after, after_construction, never_raises, notify, say, say_line, shorten
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.managers.loop_heartbeat import start_detokenizer_heartbeat, start_loop_heartbeat
 from sglang_crashkit.srt.managers.rust_server import journal_rust_server
@@ -55,7 +54,6 @@ from sglang_crashkit.srt.metrics import show_gauges
 
 logger = logging.getLogger(__name__)
 
-_WORKER = "sglang::"
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
 _MAX_BYTES = 1 << 18
 _ANSWER_SECS = 2.0
@@ -84,14 +82,10 @@ _reported: set[Path] = set()
 def on_configure_logger(configure: Function) -> Function:
     """Wrap ``configure_logger``, which each worker calls once it has its title, and each launcher before all others."""
 
-    @functools.wraps(configure)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = configure(*args, **kwargs)
-        server_args = args[0] if args else kwargs.get("server_args")
+    def launch_or_install(_result: Any, server_args: Any = None, *_args: Any, **_kwargs: Any) -> None:
         (crash_exit.state.launch or install_in_worker)(server_args)
-        return result
 
-    return wrapper
+    return after(configure, launch_or_install)
 
 
 def on_tokenizer_worker(worker: type) -> type:
@@ -112,7 +106,7 @@ def install_in_worker(server_args: Any = None, *, title: str = "") -> None:
     named = {"title": title} if title else {}
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
     title = title or procfs.read_title(os.getpid())
-    if title.startswith(_WORKER) and Settings.from_environ().enabled:
+    if title.startswith(titles.PREFIX) and Settings.from_environ().enabled:
         notify("member", **named)
         tell_uncaught(known_gpu)
         watch_threads(of_all=True)

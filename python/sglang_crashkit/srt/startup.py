@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus
@@ -23,8 +23,6 @@ from sglang_crashkit.srt.redaction import redact
 from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor, read_title
 
 logger = logging.getLogger(__name__)
-
-Kind = Literal["died", "closed", "garbled", "failed", "timeout"]
 
 #: Ranks that die of the same cause die together; this long, in seconds, the others are given to be seen dead.
 _SETTLE_SECS = 0.02
@@ -41,14 +39,13 @@ _MAX_CHILDREN = 16
 class StartupError(RuntimeError):
     """A rank will not get ready; `children` are those that it is about, the one seen first first.
 
-    It ``died``, ``closed`` its pipe while it lives, ``garbled`` its message, ``failed`` by its own word, or took too
-    long (``timeout``).
+    The crash handler is told of it by `event`.
     """
 
-    def __init__(self, kind: Kind, children: Sequence[Child], message: str) -> None:
+    def __init__(self, children: Sequence[Child], message: str, event: str = "launch_failed") -> None:
         super().__init__(message)
-        self.kind = kind
         self.children = tuple(children)
+        self.event = event
 
 
 class Startup(Supervisor):
@@ -126,7 +123,7 @@ class Startup(Supervisor):
         if receipt.thread.is_alive():
             if self.clock.now() < receipt.began + _MESSAGE_SECS:
                 return
-            raise _failure("garbled", child, f"began a message and did not finish it within {_MESSAGE_SECS:g} s")
+            raise _failure(child, f"began a message and did not finish it within {_MESSAGE_SECS:g} s")
         del self._receiving[child]
         child.look_up_title()
         error, data = receipt.error, receipt.data
@@ -135,15 +132,15 @@ class Startup(Supervisor):
                 self.wait(_DYING_SECS)
             self._raise_deaths()
             rest = ", and its process lives" if child.pid is not None else "; its process is not known"
-            raise _failure("closed", child, f"closed its pipe before it was ready{rest}")
+            raise _failure(child, f"closed its pipe before it was ready{rest}")
         if error is not None:
             text = f"sent a message that cannot be read ({type(error).__name__}: {str(error)[:200]})"
-            raise _failure("garbled", child, text)
+            raise _failure(child, text)
         if not isinstance(data, dict) or "status" not in data:
-            raise _failure("garbled", child, f"sent a message without a status, of type {type(data).__name__}")
+            raise _failure(child, f"sent a message without a status, of type {type(data).__name__}")
         if data["status"] != "ready":
             words = "Initialization failed. Please see the error messages above. "
-            raise _failure("failed", child, f"reported status {str(data['status'])[:200]!r}", words)
+            raise _failure(child, f"reported status {str(data['status'])[:200]!r}", words)
         child.info, child.ready = data, True
 
     def _raise_deaths(self) -> None:
@@ -155,7 +152,7 @@ class Startup(Supervisor):
             self.wait(left)
         dead = self.ended()
         self.learn_exits(dead, STATUS_SECS)
-        raise StartupError("died", dead, _of_deaths(dead, self.living(), self.began))
+        raise StartupError(dead, _of_deaths(dead, self.living(), self.began))
 
     def _act_on_time(self) -> None:
         now, children = self.clock.now(), list(self.children)
@@ -164,7 +161,8 @@ class Startup(Supervisor):
             limit = f"{self._timeout_secs:g} s (SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS)"
             states = " ".join(f"{child.label()}: {_state(child)}." for child in silent)
             late, ready = _names(children, ready=False), _names(children, ready=True)
-            raise StartupError("timeout", silent, f"{late} not ready within {limit}. {states} Ready: {ready}.")
+            words = f"{late} not ready within {limit}. {states} Ready: {ready}."
+            raise StartupError(silent, words, "startup_timeout")
         if silent and now >= self._report_due:
             self._interval = min(self._interval * 2, _MAX_REPORT_SECS)
             self._report_due = now + self._interval
@@ -174,8 +172,8 @@ class Startup(Supervisor):
             logger.warning("crash kit: %s; ready: %s", words, _names(children, ready=True))
 
 
-def _failure(kind: Kind, child: Child, text: str, words: str = "") -> StartupError:
-    return StartupError(kind, [child], f"{words}{child.label()} {text}.")
+def _failure(child: Child, text: str, words: str = "") -> StartupError:
+    return StartupError([child], f"{words}{child.label()} {text}.")
 
 
 class _Receipt:
@@ -236,13 +234,12 @@ def report(error: StartupError) -> dict[str, Any] | None:
 
     Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
     """
-    event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
     named = [child for child in error.children if child.pid is not None]
     names = {str(child.pid): child.title or child.name or _short(child) for child in named}
     # `multiprocessing` may have reaped one before the crash handler looked for the first time.
     codes = {str(child.pid): _exit_code(child.exit) for child in named if child.exit.known}
     words = redact(str(error)[:_MAX_MESSAGE])
-    answer = request(event, Settings.from_environ().budget_secs, message=words, titles=names, exit_codes=codes)
+    answer = request(error.event, Settings.from_environ().budget_secs, message=words, titles=names, exit_codes=codes)
     log_incident(answer)
     return answer
 

@@ -1,12 +1,7 @@
 """Processes that this one started for its server: who they are, one wait for the ends of all, and what an end means.
 
 Nothing else in SGLang's processes waits for such an end. Each is known by pid and start time. What an end means is up
-to the phase:
-
-- `startup.Startup`: ranks that are to say that they are ready. An end is an error, which names who died and of what.
-- `entrypoints.engine.Following`: the schedulers of a node of a rank above 0, which ends with any of them.
-- `Serving`: a server program that serves. As long as there is a crash handler, nothing is done but to wait for the
-  handler's end; without one, the end of a worker ends the server.
+to the phase: `startup.Startup`, `entrypoints.engine.Following`, `Serving`.
 
 Titles do not say who belongs to the server. The launch names the schedulers that it started, and each worker says
 to the main process that it is there (`join`), where the kernel says that the server started it.
@@ -49,7 +44,6 @@ LOOK_SECS = 1.0
 STATUS_SECS = 1.0
 #: A title that is not set yet is looked for so often, in seconds.
 TITLE_SECS = 0.25
-_PREFIX = "sglang::"
 #: It is read within this time, in seconds, or not at all: the read waits for the process where its driver hangs.
 _READ_SECS = 1.0
 _NEVER = float("inf")
@@ -151,10 +145,10 @@ class Child:
     def look_up_title(self) -> None:
         """Read the title, which SGLang sets some seconds after the start and which is gone with the process."""
         stat = None if self.has_title else self.stat()
-        if stat is not None and stat.comm.startswith(_PREFIX):
+        if stat is not None and stat.comm.startswith(titles.PREFIX):
             title = read_title(stat.pid)
             self._gave_up_title = title is None
-            self.title = title if title is not None and title.startswith(_PREFIX) else ""
+            self.title = title if title is not None and title.startswith(titles.PREFIX) else ""
 
     def label(self) -> str:
         """Return its name, title and pid as far as they are known."""
@@ -236,7 +230,10 @@ class Supervisor:
 
 
 class Serving(Supervisor):
-    """The server's own processes, as its main process knows them; ends the server where there is no crash handler.
+    """The server's own processes, as its main process knows them.
+
+    As long as there is a crash handler, nothing is done but to wait for the handler's end; without one, the end of a
+    worker ends the server.
 
     Those that are `excused`, by pid and start time, it ends on purpose. Where nothing else waits for the ranks,
     `when_ready` is called, once, when each known scheduler goes round its event loop.
@@ -349,7 +346,8 @@ class Serving(Supervisor):
                 self.children = [*self.children, child]
         self.wait(0.0)
         pause = LOOK_SECS
-        for child in self.ended() if crash_exit.state.serves else ():
+        serves = crash_exit.state.started and not crash_exit.state.launching
+        for child in self.ended() if serves else ():
             left = self._judge(child, child.learn_exit())
             pause = min(pause, left or pause)
             if left is None:

@@ -53,12 +53,11 @@ class Listener:
 
     def __init__(self, path: Path, answers: dict[str, dict[str, Any] | None]) -> None:
         self.path = path
-        self._pid = path.with_name(HANDLER_PID)
         self.process = subprocess.Popen(
             [sys.executable, "-c", _SCRIPT, str(path), json.dumps(answers)], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout.readline() == "ready\n"
-        self._pid.write_text(str(self.process.pid))
+        path.with_name(HANDLER_PID).write_text(str(self.process.pid))
 
     def heard(self) -> dict[str, Any]:
         """Return the next message."""
@@ -83,6 +82,13 @@ class Listener:
         """End it as a crash would: the socket stays, and no one is behind it."""
         self.process.kill()
         self.process.wait(LONG)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.kill()
+        self.process.stdout.close()
 
 
 @pytest.fixture(autouse=True)
@@ -112,14 +118,12 @@ def listener(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Li
         "child_failed": finished | {"exit_status": 137},
         "die": None,
     }
-    found = Listener(short_folder / "sock", answers)
     (short_folder / "spool").mkdir()
-    monkeypatch.setenv(SOCKET_VARIABLE, str(found.path))
     monkeypatch.setenv(MODE_VARIABLE, "server")
     monkeypatch.setenv(SPOOL_VARIABLE, str(short_folder / "spool"))
-    yield found
-    found.kill()
-    found.process.stdout.close()
+    with Listener(short_folder / "sock", answers) as found:
+        monkeypatch.setenv(SOCKET_VARIABLE, str(found.path))
+        yield found
 
 
 @pytest.fixture

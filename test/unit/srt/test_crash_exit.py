@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from unit.srt.conftest import Listener
+from unit.support.targets import is_gone
 from unit.support.waiting import LONG, wait_until
 
 BEGIN, KILL = "crash_exit.begin(82, 60)", "kill_process_tree(os.getpid())"
@@ -23,8 +23,8 @@ UPSTREAM, OFF = {"SGLANG_CRASHKIT_EXIT_STATUS": "upstream"}, {"SGLANG_CRASHKIT_E
 REPLACED = """
 from sglang_crashkit.srt.utils import common
 
-wait, is_replaced = common.OwnNames._wait_for_reap_or_raise, threading.Event()
-common.OwnNames._wait_for_reap_or_raise = staticmethod(lambda *arguments: (wait(*arguments), is_replaced.wait(60)))
+wait, is_replaced = common.wait_for_reap_or_raise, threading.Event()
+common._wait_for_reap_or_raise = lambda *arguments: (wait(*arguments), is_replaced.wait(60))
 first = subprocess.Popen(["sleep", "120"])
 
 def start_another():
@@ -86,10 +86,6 @@ def run(code: str, *, prefix: tuple[str, ...] = (), **environ: str) -> subproces
         env=os.environ | environ,
         check=False,
     )
-
-
-def is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.parametrize(

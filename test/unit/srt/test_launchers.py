@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -95,10 +94,15 @@ def test_what_the_launcher_ends_on_sigterm_is_announced(listener: Listener) -> N
 
 
 def test_a_failing_rank_ends_it_by_the_launchers_own_handler_and_before_there_is_one(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends: list[str] = []
-    monkeypatch.setattr(grpc_server, "end_after_crash", lambda: ends.append("kit"))
+
+    def end_after_crash() -> None:
+        assert "incident /incident" in caplog.text, "the incident is whole first"
+        ends.append("kit")
+
+    monkeypatch.setattr(grpc_server, "end_after_crash", end_after_crash)
 
     @on_grpc_program
     async def serve_grpc(server_args: Any) -> None:
@@ -226,8 +230,12 @@ class RayEngine:
 
 
 @pytest.fixture
-def sent(listener: Listener) -> list[bytes]:
-    return RayEngine.launch(ARGUMENTS, PortArgs(1))
+def sent(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What the actors are sent, in whose process nothing is of the engine's environment."""
+    found = RayEngine.launch(ARGUMENTS, PortArgs(1))
+    for name in CARRIED:
+        monkeypatch.delenv(name)
+    return found
 
 
 def heard(listener: Listener) -> dict[str, Any]:
@@ -237,21 +245,11 @@ def heard(listener: Listener) -> dict[str, Any]:
     return message
 
 
-def in_the_actors_process(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Take from this process what the engine's environment gave it, and return that."""
-    environ = {name: os.environ[name] for name in CARRIED}
-    for name in CARRIED:
-        monkeypatch.delenv(name)
-    return environ
-
-
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_actor_joins_the_server_and_tells_what_ends_it(
-    sent: list[bytes], which: int, listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environ = in_the_actors_process(monkeypatch)
+def test_an_actor_joins_the_server_and_tells_what_ends_it(sent: list[bytes], which: int, listener: Listener) -> None:
     actor = SchedulerActor(server_args=ARGUMENTS, port_args=pickle.loads(sent[which]), tp_rank=3)
-    assert actor.environ == environ
+    folder = listener.path.parent
+    assert actor.environ == dict(zip(CARRIED, (str(listener.path), str(folder / "spool"), "server"), strict=True))
     told = heard(listener)
     assert (told["event"], told["title"]) == ("member", "sglang::scheduler_TP3")
     with pytest.raises(KeyError):
@@ -260,17 +258,13 @@ def test_an_actor_joins_the_server_and_tells_what_ends_it(
     assert (told["event"], told["message"]) == ("exception", "KeyError: 'odd'")
 
 
-def test_an_actor_that_fails_as_it_is_made_tells_why(
-    sent: list[bytes], listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_the_actors_process(monkeypatch)
+def test_an_actor_that_fails_as_it_is_made_tells_why(sent: list[bytes], listener: Listener) -> None:
     with pytest.raises(SystemExit):
         SchedulerActor(server_args=ARGUMENTS, port_args=pickle.loads(sent[0]), tp_rank=0, error=SystemExit(3))
     assert [heard(listener)["event"] for _ in range(2)] == ["member", "exception"]
 
 
 def test_an_actor_on_another_node_has_a_handler_of_its_own(sent: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    in_the_actors_process(monkeypatch)
     launched: list[Any] = []
     monkeypatch.setattr(scheduler_actor, "boot_id", lambda: "another")
     monkeypatch.setattr(scheduler_actor, "on_engine_launch", launched.append)
@@ -278,7 +272,7 @@ def test_an_actor_on_another_node_has_a_handler_of_its_own(sent: list[bytes], mo
     assert (launched, set(actor.environ.values())) == ([ARGUMENTS], {None})
 
 
-def test_an_actor_of_an_engine_without_a_handler_is_as_published(tmp_path: Path) -> None:
+def test_an_actor_of_an_engine_without_a_handler_is_as_published() -> None:
     (ports, _) = RayEngine.launch(ARGUMENTS, PortArgs(1))
     actor = SchedulerActor(server_args=ARGUMENTS, port_args=pickle.loads(ports), tp_rank=0)
     assert set(actor.environ.values()) == {None}

@@ -17,7 +17,6 @@ from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
 from sglang_crashkit.srt.request_journal import (
     JournaledStates,
-    open_journal,
     read_request,
     retire_journals,
 )
@@ -345,10 +344,18 @@ def test_what_a_client_sizes_costs_a_bounded_number_of_steps_and_bytes(
         ({"SGLANG_CRASHKIT_JOURNAL": "0"}, True, False),
         ({"SGLANG_CRASHKIT_ENABLED": "0"}, True, False),
         ({}, False, False),
+        # Without a crash handler, and with one that is gone.
+        ({SOCKET_VARIABLE: ""}, True, False),
+        ({SOCKET_VARIABLE: "/gone/sock"}, True, False),
     ],
 )
 def test_the_manager_passes_a_wanted_journal_on(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], folder: bool, is_on: bool
+    listener: Listener,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    environ: dict[str, str],
+    folder: bool,
+    is_on: bool,
 ) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_JOURNAL_MB", "2")
     for name, value in environ.items():
@@ -358,6 +365,7 @@ def test_the_manager_passes_a_wanted_journal_on(
     on_request_states(manager)
     assert manager.rid_to_state == before
     assert isinstance(manager.rid_to_state, JournaledStates) == is_on
+    assert ("crash kit: no request journal: " in caplog.text) == ("/gone/sock" in environ.values())
     if is_on:
         heard = listener.heard()
         assert (heard["event"], heard["has_descriptor"]) == ("journal", True)
@@ -382,13 +390,3 @@ def test_what_the_manager_aborts_is_noted_and_aborted() -> None:
     manager.abort_request(abort_all=True)
     assert given_up() == {"a", "b", "c"}
     assert aborted == [(("a",), {}), ((), {"rid": "no one"}), ((), {"abort_all": True})]
-
-
-def test_without_a_crash_handler_there_is_no_journal(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    listener.kill()
-    assert open_journal() is None
-    assert "crash kit: no request journal: " in caplog.text
-    monkeypatch.delenv(SOCKET_VARIABLE)
-    assert open_journal() is None

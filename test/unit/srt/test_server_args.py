@@ -42,15 +42,6 @@ def args(folder: object) -> SimpleNamespace:
     return SimpleNamespace(crash_dump_folder=str(folder) if folder else None)
 
 
-@pytest.mark.parametrize("folder", ["crash", None])
-def test_another_servers_folder_of_dumps_is_not_taken_over(
-    environ: MutableMapping[str, str], tmp_path: Path, folder: str | None
-) -> None:
-    environ[OWN] = "/theirs"
-    set_crash_dump_env(args(folder and tmp_path / folder))
-    assert environ.get(OWN) == (folder and f"{tmp_path}/crash/what-the-kernel-says/flight_recorder")
-
-
 @pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
 @pytest.mark.parametrize("value", ["", " ", "many", "0", "0x7", "99999999999"])
 def test_a_size_that_would_hang_pytorch_counts_as_unset(
@@ -65,26 +56,28 @@ def test_a_size_that_would_hang_pytorch_counts_as_unset(
     assert (f"{name}={value!r} would hang PyTorch's gloo" in caplog.text) != is_left
 
 
-def test_without_a_crash_handler_the_recorder_is_left_alone(environ: MutableMapping[str, str], tmp_path: Path) -> None:
-    environ |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false"}
-    set_crash_dump_env(args(tmp_path))
-    assert environ.keys() & {"TORCH_FR_BUFFER_SIZE", OWN} == set()
-
-
 @pytest.mark.parametrize("server_args", [args(None), args(""), object()])
 def test_nothing_happens_without_a_crash_folder(environ: MutableMapping[str, str], server_args: object) -> None:
     before = dict(environ)
+    # Another server's is not taken over.
+    environ[OWN] = "/theirs"
     set_crash_dump_env(server_args)
     assert environ == before
 
 
 def test_each_variable_is_set_and_said(
-    environ: MutableMapping[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    environ: MutableMapping[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    set_crash_dump_env(args(tmp_path))
+    environ[OWN] = "/theirs"
+    # A relative folder is the same for every process.
+    monkeypatch.chdir(tmp_path)
+    set_crash_dump_env(args("crash"))
     assert environ.keys() >= NAMES
-    assert environ["CUDA_COREDUMP_FILE"] == f"{tmp_path}/%h/core.cuda.%t.%p"
+    assert environ["CUDA_COREDUMP_FILE"] == f"{tmp_path}/crash/%h/core.cuda.%t.%p"
     assert environ["CUDA_COREDUMP_PIPE"] == "/tmp/corepipe.cuda.%h.%p"
     assert environ["CUDA_COREDUMP_GENERATION_FLAGS"].split(",") == [
         "skip_nonrelocated_elf_images",
@@ -96,23 +89,24 @@ def test_each_variable_is_set_and_said(
     # Only the GPU's part is wanted: for the other the driver aborts the process.
     assert environ["CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION"] == "0"
     assert environ["TORCH_FR_BUFFER_SIZE"] == "2000"
-    assert environ["SGLANG_CRASHKIT_FLIGHT_FOLDER"] == f"{tmp_path}/what-the-kernel-says/flight_recorder"
+    assert environ[OWN] == f"{tmp_path}/crash/what-the-kernel-says/flight_recorder"
     for name in NAMES:
         assert f"Auto-set {name}={environ[name]} (from --crash-dump-folder)" in caplog.messages
     assert OWN not in caplog.text
 
 
-def test_a_relative_crash_folder_is_the_same_for_every_process(
-    environ: MutableMapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    set_crash_dump_env(args("crash"))
-    assert environ["CUDA_COREDUMP_FILE"] == f"{tmp_path}/crash/%h/core.cuda.%t.%p"
-
-
-@pytest.mark.parametrize("switch", ["SGLANG_CRASHKIT_ENABLED", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", ""])
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [
+        ([], {*NAMES, OWN}),
+        (["SGLANG_CRASHKIT_ENABLED"], set()),
+        (["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"], {"TORCH_FR_BUFFER_SIZE", OWN}),
+        # Without a crash handler the recorder is left alone.
+        (["SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_PYSPY_DUMP_BEFORE_CRASH"], set()),
+    ],
+)
 def test_upstreams_function_runs_only_where_left_to_it(
-    environ: MutableMapping[str, str], tmp_path: Path, switch: str
+    environ: MutableMapping[str, str], tmp_path: Path, switches: list[str], expected: set[str]
 ) -> None:
     calls = []
 
@@ -121,13 +115,12 @@ def test_upstreams_function_runs_only_where_left_to_it(
         """Upstream's, from 0.5.13 on."""
         calls.append(server_args)
 
-    environ |= {switch: "0"} if switch else {}
+    environ |= dict.fromkeys(switches, "0")
     given = args(tmp_path / "crash")
     handle_crash_dump_env(given)
     set_crash_dump_env(given)
-    assert calls == [given] * bool(switch)
-    expected = {"": NAMES, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": {"TORCH_FR_BUFFER_SIZE"}}.get(switch, set())
-    assert environ.keys() & NAMES == expected
+    assert calls == [given] * bool(switches)
+    assert environ.keys() & {*NAMES, OWN} == expected
     # The crash folder is not touched.
     assert list(tmp_path.iterdir()) == []
     assert handle_crash_dump_env.__name__ == "handle_crash_dump_env"

@@ -58,7 +58,10 @@ def run(folder: Path, code: str, *, title: str = TITLE, **environ: str) -> subpr
 
 
 def test_a_workers_files_are_private_and_not_inherited(runtime: Path) -> None:
-    with hooked(runtime, SLEEPER) as target:
+    before = "import pathlib\nsys.path.insert(0, pathlib.Path('/opt/program'))\n"
+    with hooked(runtime, SLEEPER, before=before) as target:
+        # What is no text there leaves the stacks as they are.
+        assert "/opt/program" not in target.roots
         assert procfs.catches_signal(target.pid, DEFAULT_SIGNAL)
         files = files_of(runtime, target.pid)
         for path in (files.description, files.stack, files.fault):
@@ -71,12 +74,6 @@ def test_a_workers_files_are_private_and_not_inherited(runtime: Path) -> None:
             flags = int(Path(f"/proc/{target.pid}/fdinfo/{number}").read_text().split("flags:")[1].split()[0], 8)
             assert flags & os.O_CLOEXEC
             assert flags & os.O_APPEND
-
-
-def test_what_is_no_text_on_the_path_leaves_the_stacks_as_they_are(runtime: Path) -> None:
-    before = "import pathlib\nsys.path.insert(0, pathlib.Path('/opt/program'))\n"
-    with hooked(runtime, SLEEPER, before=before) as target:
-        assert "/opt/program" not in target.roots
 
 
 def test_stack_hooks_follow_a_new_crash_handler(runtime: Path) -> None:
@@ -197,26 +194,21 @@ def test_the_server_says_once_what_its_dead_wrote(own_folder: Path, capfd: pytes
     assert capfd.readouterr().err == ""
 
 
-def test_a_users_own_faulthandler_stays(runtime: Path, tmp_path: Path) -> None:
-    code = "import faulthandler\nown = open(sys.argv[1] + '/own', 'w')\nfaulthandler.enable(file=own)\n"
-    code += INSTALL.replace("install_in_worker", "install_in_server") + "faulthandler._sigsegv()"
-    done = run(runtime, code, title="python user_program.py")
-    assert done.returncode == -signal.SIGSEGV
-    assert "Segmentation fault" in (runtime / "own").read_text()
-    assert [path.name for path in runtime.glob("*.fault")] == []
-
-
 SERVER = INSTALL.replace("install_in_worker", "install_in_server")
+OWN = "import faulthandler\nown = open(sys.argv[1] + '/own', 'w')\nfaulthandler.enable(file=own)\n"
 
 
-@pytest.mark.parametrize("is_program", [False, True])
-def test_a_users_program_handles_its_own_faults_and_a_servers_writes_them(runtime: Path, is_program: bool) -> None:
+@pytest.mark.parametrize(("is_program", "own"), [(False, ""), (False, OWN), (True, ""), (True, OWN)])
+def test_a_users_program_handles_its_own_faults_and_a_servers_writes_them(
+    runtime: Path, is_program: bool, own: str
+) -> None:
     # A runtime that a program embeds, such as a JVM, lives by faults that it mends.
-    code = f"from sglang_crashkit.srt import crash_exit\ncrash_exit.state.is_program = {is_program}\n"
+    code = f"from sglang_crashkit.srt import crash_exit\ncrash_exit.state.is_program = {is_program}\n{own}"
     done = run(runtime, code + SERVER + "os.kill(os.getpid(), signal.SIGSEGV)", title="python user_program.py")
     assert done.returncode == -signal.SIGSEGV
-    faults = [path.read_text().splitlines()[0] for path in runtime.glob("*.fault")]
-    assert faults == (["Fatal Python error: Segmentation fault"] if is_program else [])
+    written = [*runtime.glob("*.fault"), *runtime.glob("own")]
+    assert [path.suffix for path in written] == ([""] if own else [".fault"] if is_program else [])
+    assert all(path.read_text().startswith("Fatal Python error: Segmentation fault\n") for path in written)
     # Its stacks can be had all the same.
     assert len(list(runtime.glob("*.stack"))) == len(list(runtime.glob("*.json"))) == 1
 

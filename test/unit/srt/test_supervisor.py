@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,19 +109,11 @@ def test_it_is_told_once_when_all_schedulers_are_ready(serving: Serving, clock: 
             assert told == expected
 
 
-class StandIn:
-    """What a launcher of another kind has for a process; it allows no weak reference."""
-
-    __slots__ = ("pid",)
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-
 def test_a_stand_in_for_a_process_is_registered(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "current", serving)
     with child(SLEEPER) as one, child(SLEEPER) as other:
-        supervisor.register([StandIn(one.pid), StandIn(other.pid)])
+        # It allows no weak reference.
+        supervisor.register([SimpleNamespace(pid=process.pid) for process in (one, other)])
         assert len(known(serving)) == 2
         with pytest.raises(ValueError, match=str(one.pid)):
             supervisor.wait_status(one.pid)

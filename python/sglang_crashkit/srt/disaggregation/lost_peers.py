@@ -33,13 +33,14 @@ _NO_TRANSFER = ("Aborted", "Duplicate", "Request ", "follow_bootstrap_room")
 @never_raises
 def watch_prefill_servers(queue: Any) -> None:
     """Report each prefill server that the heartbeat of a ``DecodePreallocQueue`` gives up, before its requests fail."""
-    manager, reports = queue.kv_manager, _Reports("prefill", "heartbeat")
+    manager, lately = queue.kv_manager, Lately(AGAIN_SECS, MAX_PEERS)
 
     def note(failed_bootstrap_addr: str) -> None:
-        if reports.is_news(failed_bootstrap_addr):
+        if lately.is_news(failed_bootstrap_addr):
             interval, failures = (getattr(manager, name, "?") for name in ("heartbeat_interval", "max_failures"))
             reason = f"{failures} heartbeats in a row failed, one every {interval} s"
-            reports.send(failed_bootstrap_addr, reason, _waiting_for_prefill(queue, failed_bootstrap_addr))
+            waiting = _waiting_for_prefill(queue, failed_bootstrap_addr)
+            _report("prefill", "heartbeat", failed_bootstrap_addr, reason, waiting)
 
     if hasattr(manager, "_handle_node_failure"):
         manager._handle_node_failure = before(manager._handle_node_failure, note)
@@ -48,39 +49,32 @@ def watch_prefill_servers(queue: Any) -> None:
 @never_raises
 def watch_decode_servers(queue: Any) -> None:
     """Report each decode server to which a ``PrefillBootstrapQueue`` cannot send, as ``update_status`` is told."""
-    manager, reports = queue.kv_manager, _Reports("decode", "failed_transfer")
+    manager, lately = queue.kv_manager, Lately(AGAIN_SECS, MAX_PEERS)
 
     def note(bootstrap_room: int, status: int) -> None:
         if status == _FAILED:
             reason = str(getattr(manager, "failure_records", {}).get(bootstrap_room, ""))
             for host, port in _unreachable(manager, bootstrap_room, reason):
                 address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-                if reports.is_news(address):
-                    reports.send(address, reason, _waiting_for_decode(queue, (host, port)))
+                if lately.is_news(address):
+                    _report("decode", "failed_transfer", address, reason, _waiting_for_decode(queue, (host, port)))
 
     if hasattr(manager, "update_status"):
         manager.update_status = before(manager.update_status, note)
 
 
-class _Reports:
-    """What one queue of SGLang's has reported: of each peer once a minute; may be used from any thread."""
-
-    def __init__(self, role: Role, sign: Sign) -> None:
-        self._fields = {"role": role, "sign": sign}
-        self.is_news = Lately(AGAIN_SECS, MAX_PEERS).is_news
-
-    def send(self, address: str, reason: str, waiting: Iterator[tuple[Any, Any]]) -> None:
-        """Report a peer, with the requests that wait, each with SGLang's own sender or receiver of its KV cache."""
-        requests = []
-        for request, connection in islice(waiting, MAX_NAMED):
-            began = getattr(connection, "init_time", None)
-            since = iso_time(began) if isinstance(began, float) else ""
-            requests.append({"rid": request.rid, "room": request.bootstrap_room, "since": since})
-        count = len(requests) + sum(1 for _each in waiting)
-        told = {"address": address, "since": iso_time(time.time()), "reason": reason, "requests": requests}
-        lost = LostPeer.from_fields(self._fields | told | {"count": count}, os.getpid())
-        if lost is not None:
-            notify("peer_lost", **msgspec.to_builtins(lost))
+def _report(role: Role, sign: Sign, address: str, reason: str, waiting: Iterator[tuple[Any, Any]]) -> None:
+    """Report a peer, with the requests that wait, each with SGLang's own sender or receiver of its KV cache."""
+    requests = []
+    for request, connection in islice(waiting, MAX_NAMED):
+        began = getattr(connection, "init_time", None)
+        since = iso_time(began) if isinstance(began, float) else ""
+        requests.append({"rid": request.rid, "room": request.bootstrap_room, "since": since})
+    count = len(requests) + sum(1 for _each in waiting)
+    told = {"role": role, "sign": sign, "address": address, "since": iso_time(time.time()), "reason": reason}
+    lost = LostPeer.from_fields(told | {"requests": requests, "count": count}, os.getpid())
+    if lost is not None:
+        notify("peer_lost", **msgspec.to_builtins(lost))
 
 
 def _waiting_for_prefill(queue: Any, address: str) -> Iterator[tuple[Any, Any]]:

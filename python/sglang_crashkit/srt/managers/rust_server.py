@@ -6,13 +6,11 @@ has it under another name, an incident has no requests.
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_crashkit.settings import Settings
-from sglang_crashkit.srt.hooks import Function, before, never_raises
+from sglang_crashkit.srt.hooks import after, before, never_raises
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
@@ -29,16 +27,7 @@ def journal_rust_server(server_args: Any) -> None:
     if not isinstance(kind, type) or not getattr(server_args, "crash_dump_folder", None):
         return
     intake = _Intake()
-    drain: Function = kind.drain  # type: ignore[attr-defined]
-
-    @functools.wraps(drain)
-    def drain_and_note(server: Any, *args: Any, **kwargs: Any) -> Any:
-        requests = drain(server, *args, **kwargs)
-        if requests:
-            intake.receive(requests)
-        return requests
-
-    kind.drain = drain_and_note  # type: ignore[attr-defined]
+    kind.drain = after(kind.drain, intake.receive)  # type: ignore[attr-defined]
     for name, note in (("push_generation", intake.answer), ("push_abort", intake.drop)):
         if push := getattr(kind, name, None):
             setattr(kind, name, before(push, note))
@@ -51,12 +40,12 @@ class _Intake:
         self._states: JournaledStates | None = None
         self._is_open = False
 
-    @never_raises
-    def receive(self, requests: list[Any]) -> None:
+    def receive(self, requests: list[Any], *_args: Any, **_kwargs: Any) -> None:
+        if not requests:
+            return
         if not self._is_open:
             self._is_open = True
-            if (journal := open_journal()) is not None:
-                self._states = JournaledStates({}, journal, Settings.from_environ().prompts)
+            self._states = open_journal({})
         states = self._states
         if states is None:
             return
@@ -69,8 +58,7 @@ class _Intake:
                 if len(states) > MAX_UNDER_WAY:
                     states.pop(next(iter(states)))
             elif name == "AbortReq":
-                for one in list(states) if request.abort_all else [rid]:
-                    states.abort(one)
+                states.abort(rid, request.abort_all)
 
     def answer(self, _server: Any, payload: Any, *_args: Any, **_kwargs: Any) -> None:
         states = self._states

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from sglang_crashkit.kernel import procfs, signals
+from sglang_crashkit.kernel import procfs, signals, titles
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.settings import Settings, read_bool
 from sglang_crashkit.srt.exception_record import tell_caught, tell_exception
@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 #: The incident is written within this time once its own is spent, and the server ends within it, in seconds.
 _FINISH_SECS = 2.0
-_WORKER = "sglang::"
 _MAX_NAMED = 8
 #: What a scheduler constructs, or calls, where it catches an exception in its event loop and serves on: SGLang's pull
 #: requests 40078 (fault tolerance) and 33340 (``--debug-mode``).
@@ -101,7 +100,7 @@ def kill_own_group() -> None:
 def find_server(pid: int) -> int:
     """Return the main process of the server that the worker `pid` belongs to: the first ancestor that is no worker."""
     # By the name that the kernel keeps of the title, which comes whatever the process does.
-    while (stat := procfs.read_stat(pid)) is not None and stat.comm.startswith(_WORKER):
+    while (stat := procfs.read_stat(pid)) is not None and stat.comm.startswith(titles.PREFIX):
         # An orphan's parent is init, which is no server; in a container the server itself may be process 1.
         if stat.ppid < 1 or (stat.ppid == 1 and not procfs.is_python(1)):
             break

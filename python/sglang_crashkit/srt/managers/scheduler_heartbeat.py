@@ -44,8 +44,6 @@ _QUICK = ("Tokenized", "BatchTokenized", "Abort", "Get", "OpenSession", "CloseSe
 #: By which it is asked to leave its event loop, and to end; until then the main process waits in its own.
 _LEAVE = "ShutdownReq"
 
-_OFF_WARNING = "crash kit: hangs of this scheduler are not noticed any more"
-
 _writer: HeartbeatWriter | None = None
 _words: memoryview[float] | None = None
 _is_off = False
@@ -79,8 +77,7 @@ def on_iteration(scheduler: Any, requests: Sequence[Any]) -> None:
                 flags |= _flag_of(kind)
         words[FLAGS] = flags
         words[LOOP_TIME] = monotonic()
-    except Exception:
-        logger.warning(_OFF_WARNING, exc_info=True)
+    except Exception:  # noqa: BLE001 - it is logged there
         _switch_off()
 
 
@@ -98,8 +95,7 @@ def on_batch(scheduler: Any, batch: Any) -> None:
         words[MODE] = batch.forward_mode or 0
         words[TOKENS] = batch.extend_num_tokens or 0
         words[BATCH_TIME] = monotonic()
-    except Exception:
-        logger.warning(_OFF_WARNING, exc_info=True)
+    except Exception:  # noqa: BLE001 - it is logged there
         _switch_off()
 
 
@@ -173,7 +169,9 @@ def forward_modes() -> dict[str, str]:
 
 
 def _switch_off() -> None:
+    """Beat no more, because of the exception being handled."""
     global _words, _is_off
+    logger.warning("crash kit: hangs of this scheduler are not noticed any more", exc_info=True)
     words, _words, _is_off = _words, None, True
     if words is not None:
         # It stands still from now on, and that is no hang.

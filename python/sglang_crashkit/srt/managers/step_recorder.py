@@ -51,8 +51,6 @@ _WORDS = re.compile(r"LoRA|[A-Z][a-z0-9]*")
 _TIMED_OUT = "timeout reached"
 _output_of, _input_of = attrgetter("output_ids"), attrgetter("origin_input_ids")
 
-_LEFT_OUT, _OFF = "crash kit: %s is not recorded", "crash kit: the steps of this scheduler are not recorded any more"
-
 _recorder: StepRecorder | None = None
 _is_off = False
 
@@ -311,14 +309,14 @@ def _fail(what: str) -> None:
     global _recorder, _is_off
     recorder = _recorder
     if recorder is None or recorder.failures + 1 >= _MAX_FAILURES:
-        logger.warning(_OFF, exc_info=True)
+        logger.warning("crash kit: the steps of this scheduler are not recorded any more", exc_info=True)
         _recorder, _is_off = None, True
         if recorder is not None:
             # What the scheduler does from now on is not known.
             recorder.writer.begin_round(0, monotonic())
         return
     if not recorder.failures:
-        logger.warning(_LEFT_OUT, what, exc_info=True)
+        logger.warning("crash kit: %s is not recorded", what, exc_info=True)
     recorder.failures += 1
     recorder.writer.leave_out()
 

@@ -26,7 +26,7 @@ from sglang_crashkit.srt.exception_record import MAX_MESSAGE, MAX_PRINTED, promp
 from sglang_crashkit.srt.hooks import Function, before, in_place_of, never_raises, notify
 from sglang_crashkit.srt.managers.loop_heartbeat import start_loop_heartbeat
 from sglang_crashkit.srt.redaction import redact, redact_dump
-from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
+from sglang_crashkit.srt.request_journal import open_journal
 from sglang_crashkit.srt.utils.common import end_after_crash
 from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import diagnose_schedulers
 
@@ -94,18 +94,12 @@ def on_request_states(manager: Any) -> None:
     # A request manager of the gRPC server has no attribute of its own for it.
     arguments = getattr(manager, "server_args", None)
     folder = getattr(manager, "crash_dump_folder", None) or getattr(arguments, "crash_dump_folder", None)
-    journal = open_journal() if folder else None
-    if journal is not None:
-        states = JournaledStates(manager.rid_to_state, journal, Settings.from_environ().prompts)
+    states = open_journal(manager.rid_to_state) if folder else None
+    if states is not None:
         manager.rid_to_state = states
         if abort := getattr(manager, "abort_request", None):
             # SGLang calls it where a client has gone, too.
-            manager.abort_request = before(abort, functools.partial(_note_abort, states))
-
-
-def _note_abort(states: JournaledStates, rid: str = "", abort_all: bool = False, *_args: Any, **_kwargs: Any) -> None:
-    for one in list(states) if abort_all else [rid]:
-        states.abort(one)
+            manager.abort_request = before(abort, states.abort)
 
 
 @never_raises

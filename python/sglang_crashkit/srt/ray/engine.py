@@ -36,7 +36,7 @@ def on_ray_launch(launch: Function) -> Function:
 
 @never_raises
 def _report(error: Exception) -> None:
-    crash_exit.end_by_status(error, startup.report(StartupError("failed", [], f"{type(error).__name__}: {error}")))
+    crash_exit.end_by_status(error, startup.report(StartupError([], f"{type(error).__name__}: {error}")))
 
 
 def on_ray_shutdown(shutdown: Function) -> Function:

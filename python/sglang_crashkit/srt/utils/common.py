@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-import time
+import time  # noqa: F401 - `_names` gives it for that of the patched module
 from collections.abc import Callable, Iterable
 from multiprocessing import connection
 from typing import Any, NoReturn
@@ -172,19 +172,13 @@ def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
         _sleep(alive, _POLL_SECS, module.time.sleep)
 
 
-class OwnNames:
-    """What the patched module is asked for, where it is not loaded or lacks it."""
-
-    psutil = psutil
-    time = time
-    logger = logger
-    _still_holding_resources = staticmethod(still_holding_resources)
-    _wait_for_reap_or_raise = staticmethod(wait_for_reap_or_raise)
+#: This module stands in for the patched one, where that is not loaded or lacks them.
+_still_holding_resources, _wait_for_reap_or_raise = still_holding_resources, wait_for_reap_or_raise
 
 
 def _names() -> Any:
     module = sys.modules.get(_MODULE)
-    return module if hasattr(module, "_wait_for_reap_or_raise") else OwnNames
+    return module if hasattr(module, "_wait_for_reap_or_raise") else sys.modules[__name__]
 
 
 def _processes_of(parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None) -> list[Any]:

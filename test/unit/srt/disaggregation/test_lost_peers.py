@@ -19,10 +19,6 @@ PREFILL, DECODE = "10.0.0.1:8998", "10.0.0.2:41"
 SEND = "Failed to send kv chunk of 1 to 10.0.0.2:41"
 
 
-class Queue(SimpleNamespace):
-    """SGLang's queues are classes of their own, which weak references need."""
-
-
 class Manager(SimpleNamespace):
     """SGLang's ``CommonKVManager``, as far as the hooks see it."""
 
@@ -52,23 +48,23 @@ def rank(host: str = "10.0.0.2", port: int = 41) -> Any:
     return SimpleNamespace(endpoint=host, dst_port=port)
 
 
-def decode_queue() -> Queue:
-    queue = Queue(queue=[], transfer_queue=SimpleNamespace(queue=[]))
+def decode_queue() -> SimpleNamespace:
+    queue = SimpleNamespace(queue=[], transfer_queue=SimpleNamespace(queue=[]))
     queue.kv_manager = Manager(heartbeat_interval=5.0, max_failures=2, queue=queue)
     watch_prefill_servers(queue)
     return queue
 
 
-def prefill_queue(**tables: Any) -> Queue:
+def prefill_queue(**tables: Any) -> SimpleNamespace:
     infos = {1: {"s1": rank()}, 2: {"s1": rank(), "s2": rank("fd00::2", 42)}}
     manager = Manager(transfer_infos=infos, failure_records={}, statuses={}, **tables)
     scheduler = SimpleNamespace(waiting_queue=[], disagg_prefill_inflight_queue=[])
-    queue = Queue(queue=[], kv_manager=manager, scheduler=scheduler)
+    queue = SimpleNamespace(queue=[], kv_manager=manager, scheduler=scheduler)
     watch_decode_servers(queue)
     return queue
 
 
-def fail(queue: Queue, room: int, reason: str) -> None:
+def fail(queue: SimpleNamespace, room: int, reason: str) -> None:
     queue.kv_manager.failure_records[room] = reason
     queue.kv_manager.update_status(room, FAILED)
 
@@ -175,7 +171,7 @@ def test_a_look_stays_short_with_very_many_requests() -> None:
 @pytest.mark.parametrize("watch", [watch_prefill_servers, watch_decode_servers])
 def test_a_backend_without_peers_is_left_alone(watch: Any, caplog: pytest.LogCaptureFixture) -> None:
     manager = SimpleNamespace()
-    watch(Queue(kv_manager=manager))
+    watch(SimpleNamespace(kv_manager=manager))
     assert (vars(manager), caplog.text) == ({}, "")
     # And what cannot be watched does not stop the server.
     watch(None)

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from enum import IntEnum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,6 +28,7 @@ from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.managers.scheduler_heartbeat import on_batch, on_iteration
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
 from unit.srt.conftest import Listener
+from unit.srt.managers.stepping import DECODE, EXTEND
 from unit.support.waiting import LONG, descriptors
 
 
@@ -179,19 +179,12 @@ def test_attributes_that_are_gone_are_told_once_and_the_rest_is_as_before(
     ]
 
 
-class Mode(IntEnum):
-    """Stands for ``ForwardMode``."""
-
-    EXTEND = 1
-    DECODE = 2
-
-
 def test_the_forward_mode_and_an_extends_tokens_are_told(
     listener: Listener, scheduler: Scheduler, written: list[HeartbeatWriter]
 ) -> None:
     scheduler.process_input_requests([])
     reader = HeartbeatReader(written[-1].fd, {1: "extend", 2: "decode"})
-    batch = SimpleNamespace(reqs=["a"], forward_mode=Mode.EXTEND, extend_num_tokens=40_000)
+    batch = SimpleNamespace(reqs=["a"], forward_mode=EXTEND, extend_num_tokens=40_000)
     scheduler.run_batch(batch)
     found = reader.read()
     assert (found.mode, found.tokens, found.doing) == (
@@ -200,7 +193,7 @@ def test_the_forward_mode_and_an_extends_tokens_are_told(
         "batch 1, of 1 request (extend of 40,000 tokens)",
     )
     # The batch goes on as another kind, and keeps the number.
-    batch.forward_mode = Mode.DECODE
+    batch.forward_mode = DECODE
     scheduler.run_batch(batch)
     found = reader.read()
     reader.close()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -9,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from sglang_crashkit.policy import Mode
@@ -79,14 +77,12 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setenv(MODE_VARIABLE, Mode.SERVER)
     started: list[subprocess.Popen[str]] = []
-    children: list[psutil.Process] = []
 
     def start_main(*options: str, seconds: float = 0.0) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", MAIN, str(tmp_path), str(seconds), *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
-        children.extend(psutil.Process(process.pid).children())
         return process
 
     yield start_main
@@ -94,9 +90,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         process.kill()
         process.wait(LONG)
         process.stdout.close()
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
 
 
 def said(process: subprocess.Popen[str]) -> str:

@@ -9,6 +9,7 @@ import pytest
 from sglang_crashkit.memory.journal import JournalWriter
 from sglang_crashkit.srt.managers import rust_server
 from sglang_crashkit.srt.managers.rust_server import journal_rust_server
+from sglang_crashkit.srt.request_journal import JournaledStates
 from unit.srt.conftest import told
 
 ARGUMENTS = SimpleNamespace(crash_dump_folder="/crash")
@@ -50,7 +51,7 @@ def journal(monkeypatch: pytest.MonkeyPatch) -> JournalWriter:
     module = ModuleType("scheduler")
     module.RustServer = type("RustServer", (RustServer,), dict(vars(RustServer)))
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", module)
-    monkeypatch.setattr(rust_server, "open_journal", lambda: writer)
+    monkeypatch.setattr(rust_server, "open_journal", lambda states: JournaledStates(states, writer))
     return writer
 
 

@@ -111,15 +111,11 @@ def test_the_handler_is_asked_first(
 ) -> None:
     upstream = []
     hooked = dump_utils.on_pyspy_dump(lambda scheduler_only=False: upstream.append(scheduler_only))
-    handler = Listener(short_folder / "sock", {"stacks_wanted": answer})
-    monkeypatch.setenv("SGLANG_CRASHKIT_SOCKET", str(handler.path))
-    try:
+    with Listener(short_folder / "sock", {"stacks_wanted": answer}) as handler:
+        monkeypatch.setenv("SGLANG_CRASHKIT_SOCKET", str(handler.path))
         hooked(scheduler_only=True)
         assert handler.heard()["event"] == "stacks_wanted"
         dump_utils.pyspy_dump_schedulers(scheduler_only=True)
-    finally:
-        handler.kill()
-        handler.process.stdout.close()
     assert upstream == ([] if answer.get("captured") else [True])
     assert len(commands) == (0 if answer.get("captured") else 2)
 
