@@ -52,6 +52,8 @@ class Guard:
     owner: str  # the fixture or the test that began it
     is_fixture: bool
     reported: bool = False  # the death is in a report, or interrupts the test that will have it in one
+    cause: BaseException | None = None  # what failed of it
+    is_over: bool = False  # both the watch and its tests: another server may have the fixture's name now
 
     def concerns(self, item: pytest.Item) -> bool:
         """Say whether a test depends on the watched processes, one of which has ended."""
@@ -102,6 +104,8 @@ class FailByName:
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         """Let the setup be interrupted."""
+        for guard in self._guards:
+            guard.is_over = guard.reported and guard.watcher.stopped.is_set()
         self._phase = (item, "setup")
         try:
             return (yield)
@@ -138,7 +142,9 @@ class FailByName:
             return report
         for guard in self._guards:
             guard.watcher.settle()
-            if guard.concerns(item):
+            # pytest raises what a fixture failed of again for each test that depends on it.
+            if guard.concerns(item) and (not guard.is_over or guard.cause is cause):
+                guard.cause = cause
                 try:
                     raise guard.report() from cause
                 except ProcessDiedError:

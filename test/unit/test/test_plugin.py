@@ -109,6 +109,53 @@ class TestUnittest(unittest.TestCase):
 """
 
 
+OWN_SERVERS = """
+@pytest.fixture
+def server(crashkit_watch):
+    process = start()
+    with crashkit_watch(lambda: [("server", process)]):
+        yield process
+    end(process)
+
+class Test:
+    def test_victim(self, server):
+        kill_later(server)
+        read_from_nobody()
+
+    def test_of_its_own_fault(self, server):
+        assert "own" == "fault"
+
+@pytest.fixture(scope="class")
+def broken(crashkit_watch):
+    process = start()
+    with crashkit_watch(lambda: [("broken", process)]):
+        process.kill()
+        raise OSError("no answer")
+
+class TestBroken:
+    def test_first(self, broken):
+        pass
+
+    def test_second(self, broken):
+        pass
+"""
+
+
+def test_a_later_test_is_told_of_its_own_server_only(run):
+    result = run(OWN_SERVERS)
+    assert result.outcomes == {
+        "test_victim": ["failure"],
+        "test_of_its_own_fault": ["failure"],
+        "test_first": ["error"],
+        "test_second": ["error"],
+    }
+    messages = result.messages
+    assert "server (pid=" in messages["test_victim"]
+    assert "'own' == 'fault'" in messages["test_of_its_own_fault"]
+    assert "(pid=" not in messages["test_of_its_own_fault"]
+    assert all("broken (pid=" in messages[name] for name in ("test_first", "test_second"))
+
+
 def test_the_running_test_fails_by_name_and_others_go_on(run):
     result = run(UNITTEST + CLASS, "-s")
     assert result.outcomes == {
