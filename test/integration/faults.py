@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from integration import import_hook
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 
@@ -104,7 +105,7 @@ class Fault:
         return self.name
 
 
-def send(title: str, signum: int) -> Callable[[Server], None]:
+def send(title: str, signum: int = signal.SIGKILL) -> Callable[[Server], None]:
     """Return what sends a signal to the process of this title."""
     return lambda server: os.kill(server.pid_of(title), signum)
 
@@ -141,9 +142,7 @@ def wait_until_unhealthy(server: Server) -> None:
 
 def write_site(folder: Path) -> dict[str, str]:
     """Write what makes a process obey the signals above; return the environment that brings it in."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(SITE_CODE)
-    return {"PYTHONPATH": str(folder)}
+    return import_hook.write_site(folder, SITE_CODE)
 
 
 UNHEALTHY = {"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
-from lanelib.lanes import Lane
+from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import Process, alive, read_process, title_of, tree_of
 from lanelib.servers import ManagedProcess, Server, greedy
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -26,6 +27,7 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.journal import JournalReader
 from sglang_crashkit.memory.ring import NAME as JOURNAL
 from sglang_crashkit.memory.ring import RingError
+from unit.support.targets import state_of
 from unit.support.waiting import wait_until
 
 #: For ``params``: a plain run takes the newest release, ``scripts/test --matrix`` the older ones.
@@ -115,6 +117,22 @@ class Wreck:
         assert len(found) == 1, f"{len(found)} pieces of kind {kind} on {title}"
         return found[0]
 
+    def text(self, title: str, kind: str) -> str:
+        """Return what the file of that piece holds."""
+        return (self.folder / self.evidence(title, kind)["path"]).read_text()
+
+
+@contextlib.contextmanager
+def serving(lane: Lane | str, folder: Path, *options: str, **how: Any) -> Iterator[Server]:
+    """Run a server of a lane, or of a patched release, until the end of the block, and yield it once it is ready.
+
+    Its incidents go to `folder`; `options` are more of its arguments, `how` is for `Server.start`.
+    """
+    lane = ensure_lane(lane) if isinstance(lane, str) else lane
+    with Server.start(lane, extra_args=["--crash-dump-folder", str(folder), *options], **how) as server:
+        server.wait_ready()
+        yield server
+
 
 def answers_of(server: Server) -> list[list[int]]:
     """Return the tokens of a few greedy answers."""
@@ -141,7 +159,8 @@ def wreck(
     known += [process for pid in handlers if (process := read_process(pid)) is not None]
     sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]
     rids, log_size = {request.rid for request in sent}, server.log_path.stat().st_size
-    with held(server, SCHEDULER) if breaks_by_itself else contextlib.nullcontext():
+    ranks = [pid for pid, title in server.processes() if breaks_by_itself and title.startswith(SCHEDULER)]
+    with stopped(*ranks):
         threads = [ask(server, request) for request in sent]
         if breaks_by_itself:
             wait_until(lambda: rids <= journaled_rids(server.pid), f"{sorted(rids)} have arrived", IN_FLIGHT_S)
@@ -173,13 +192,28 @@ def wreck(
     )
 
 
+def break_one(
+    lane: Lane | str,
+    folder: Path,
+    fault: Callable[[Server], None],
+    *options: str,
+    requests: int = 3,
+    breaks_by_itself: bool = False,
+    **how: Any,
+) -> Wreck:
+    """Break a server, which is started for that as `serving` does; see `wreck`."""
+    with serving(lane, folder, *options, **how) as server:
+        return wreck(server, folder, fault, requests=requests, breaks_by_itself=breaks_by_itself)
+
+
 @contextlib.contextmanager
-def held(server: ManagedProcess, title: str) -> Iterator[None]:
-    """Stop the processes whose titles begin so, and let them go on."""
-    pids = [pid for pid, its in server.processes() if its.startswith(title)]
+def stopped(*pids: int) -> Iterator[None]:
+    """Stop processes, and let them go on at the end of the block."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
+        for pid in pids:
+            wait_until(lambda pid=pid: state_of(pid) == "T", f"process {pid} is stopped")
         yield
     finally:
         for pid in pids:
@@ -307,6 +341,16 @@ def incidents_of(folder: Path) -> list[StoredIncident]:
 def ask(server: ManagedProcess, sent: Sent, tokens: int = 4000) -> threading.Thread:
     """Ask for what takes longer than the test, in a thread of its own, and bear that it is cut off."""
     return server.ask_later("generate", greedy(sent.text, tokens, rid=sent.rid), EXIT_TIMEOUT_S)
+
+
+def run_kit(
+    *arguments: object, status: int | None = 0, timeout_s: float = 300.0, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run ``sglang-crashkit``, which is to end with this status, or any where that is None."""
+    argv = [sys.executable, "-m", "sglang_crashkit", *map(str, arguments)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False, **how)
+    assert status in (None, done.returncode), (done.returncode, done.stdout, done.stderr)
+    return done
 
 
 def run_in_lane(lane: Lane, code: str, *arguments: object) -> Any:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.scenario import RELEASES, Wreck, wreck
-from lanelib.lanes import Lane, ensure_lane
+from integration.faults import send
+from integration.scenario import SCHEDULER, Wreck, break_one
+from lanelib.lanes import Lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -23,7 +22,6 @@ from unit.support.waiting import LONG, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(400)]
 
-SCHEDULER = "sglang::scheduler"
 #: The small disk is for incidents.
 ENVIRONMENT = {"SGLANG_CRASHKIT_KEEP_FREE_MB": "0"}
 
@@ -37,28 +35,13 @@ class Left:
     outside: list[StoredIncident]  # those in the temporary folder
 
 
-@pytest.fixture(params=RELEASES)
-def lane(request: pytest.FixtureRequest) -> Lane:
-    return ensure_lane(request.param)
-
-
-@pytest.fixture
-def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    # SGLang puts its sockets there, whose paths must be short.
-    return tmp_path_factory.mktemp("t")
-
-
 def break_it(lane: Lane, folder: Path, temporary: Path, fault: Callable[[Server], None]) -> Left:
-    environment = ENVIRONMENT | {"TMPDIR": str(temporary)}
-    with Server.start(lane, extra_args=["--crash-dump-folder", str(folder)], env=environment) as server:
-        server.wait_ready()
-        left = wreck(server, folder, fault, requests=2)
+    left = break_one(lane, folder, fault, requests=2, env=ENVIRONMENT | {"TMPDIR": str(temporary)})
     (fallback,) = temporary.glob("sglang-crashkit-*")
     return Left(left, find_incidents(folder), find_incidents(fallback))
 
 
-def kill_scheduler(server: Server) -> None:
-    os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
+kill_scheduler = send(SCHEDULER)
 
 
 def check_the_essential(left: Left, found: StoredIncident) -> dict[str, Any]:

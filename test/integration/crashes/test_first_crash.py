@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from integration.crashes.whole import assert_whole
-from integration.scenario import PATIENCE, PROMPTS, Wreck, answers_of, run_in_lane, wreck
+from integration.faults import TP0 as SURVIVOR
+from integration.faults import TP1 as VICTIM
+from integration.faults import send
+from integration.scenario import PATIENCE, PROMPTS, Wreck, answers_of, run_in_lane, run_kit, serving, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-VICTIM, SURVIVOR = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
 REQUESTS = 3
 READ_PICKLE = """
 import pickle, sys, json
@@ -40,14 +37,12 @@ class Crash:
 
 
 @pytest.fixture(scope="module", params=["0.5.9", pytest.param("0.5.12.post1", marks=pytest.mark.matrix), "0.5.23"])
-def crash(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crash]:
+def crash(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Crash:
     lane = ensure_lane(request.param)
     folder = tmp_path_factory.mktemp("crash")
-    with Server.start(lane, tp=2, extra_args=["--crash-dump-folder", str(folder)], env=PATIENCE) as server:
-        server.wait_ready()
+    with serving(lane, folder, tp=2, env=PATIENCE) as server:
         answers = answers_of(server)
-        left = wreck(server, folder, lambda s: os.kill(s.pid_of(VICTIM), signal.SIGKILL), requests=REQUESTS)
-        yield Crash(lane, answers, left)
+        return Crash(lane, answers, wreck(server, folder, send(VICTIM), requests=REQUESTS))
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +204,7 @@ def test_nothing_of_the_server_is_left_running(crash: Crash) -> None:
 
 
 def test_the_command_line_lists_the_incident(crash: Crash) -> None:
-    command = [sys.executable, "-m", "sglang_crashkit", "incidents", crash.wreck.crash_folder, "--json"]
-    listed = json.loads(subprocess.run(command, capture_output=True, timeout=30, check=True).stdout)
+    listed = json.loads(run_kit("incidents", crash.wreck.crash_folder, "--json", timeout_s=30).stdout)
     assert [entry["path"] for entry in listed] == [str(crash.wreck.folder)]
     assert listed[0]["finished"]
 

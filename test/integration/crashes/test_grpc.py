@@ -16,7 +16,7 @@ import pytest
 
 from integration.crashes.whole import assert_whole
 from integration.faults import CRASH, SIGKILLED, TP1, wait
-from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, Sent, ask, handler_pid, journaled_rids, wreck
+from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, Sent, ask, handler_pid, journaled_rids, stopped, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.cli.commands.status import find_running_servers
@@ -99,9 +99,8 @@ def test_a_stopped_and_a_killed_rank_are_told_with_the_requests(release: str, tm
         rank = server.pid_of(TP1)
         first = ask(server, Sent("first", "Once upon a time"))
         wait_until(lambda: "first" in journaled_rids(server.pid), "the request is under way", NOTICED_S)
-        os.kill(rank, signal.SIGSTOP)
-        wait_until(lambda: any(one.finished for one in find_incidents(tmp_path)), "the hang is told", NOTICED_S)
-        os.kill(rank, signal.SIGCONT)
+        with stopped(rank):
+            wait_until(lambda: any(one.finished for one in find_incidents(tmp_path)), "the hang is told", NOTICED_S)
         (hang,) = find_incidents(tmp_path)
         watched = [one for one in find_running_servers() if one.pid in dict(server.processes())]
         # THEN it serves on, as what it is told to be

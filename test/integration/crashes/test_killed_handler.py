@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from integration.crashes.whole import assert_saved
+from integration.faults import TP0 as SURVIVOR
+from integration.faults import TP1 as RANK
 from integration.scenario import Wreck, handler_pid, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
@@ -25,7 +27,6 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.waiting import wait_until
 
 RELEASE = "0.5.23"
-RANK, SURVIVOR = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
 #: A loaded machine takes minutes to import SGLang.
 START_S = 400.0
 #: The handler is killed a moment after it was seen at a stage, and may have come further by then.
@@ -87,12 +88,6 @@ def kill_at(stage: Stage, folder: Path) -> Callable[[Server], None]:
 def stage(request: pytest.FixtureRequest) -> Stage:
     found: Stage = request.param
     return found
-
-
-@pytest.fixture
-def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # SGLang puts its sockets there, whose paths must be short.
-    return tmp_path_factory.mktemp("t")
 
 
 def start(folder: Path, temporary: Path) -> Server:

@@ -17,7 +17,7 @@ import pytest
 from integration.crashes.whole import assert_told, journaled
 from integration.faults import RAISE_SIGNAL, SITE_CODE, TP1
 from integration.import_hook import write_site
-from integration.scenario import EXIT_TIMEOUT_S, IN_FLIGHT_S, PATIENCE, Sent, ask, journaled_rids, left_of
+from integration.scenario import EXIT_TIMEOUT_S, IN_FLIGHT_S, PATIENCE, Sent, ask, journaled_rids, left_of, stopped
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import tree_of
 from lanelib.servers import ManagedProcess, command_of, free_port, parallel_env
@@ -107,9 +107,8 @@ def test_a_stopped_and_a_killed_rank_are_told_with_stacks_and_requests(tmp_path:
         assert rank not in {process.pid for process in tree_of(server.pid)}
         # WHEN one stops while it serves
         ask_one(server)
-        os.kill(rank, signal.SIGSTOP)
-        hang = told(folder)
-        os.kill(rank, signal.SIGCONT)
+        with stopped(rank):
+            hang = told(folder)
         # WHEN it is killed
         os.kill(rank, signal.SIGKILL)
         wait_until(lambda: len([one for one in find_incidents(folder) if one.finished]) == 2, "its end", NOTICED_S)

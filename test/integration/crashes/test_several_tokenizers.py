@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from integration.crashes.whole import assert_saved, assert_whole
-from integration.scenario import PATIENCE, RELEASES, Wreck, wreck
+from integration.import_hook import write_site
+from integration.scenario import PATIENCE, SCHEDULER, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -19,7 +20,7 @@ from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-SCHEDULER, WORKER = "sglang::scheduler", "sglang::tokenizer_worker"
+WORKER = "sglang::tokenizer_worker"
 WORKERS, REQUESTS = 2, 6
 #: On a busy machine, in seconds.
 LONG = 300.0
@@ -49,12 +50,6 @@ RAISED = Case({"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "200"}, None, ServerExi
 KILLED = Case({}, signal.SIGKILL, ServerExit.KILLED)
 
 
-@pytest.fixture(scope="module", params=RELEASES)
-def release(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param(RAISED, id="raised"), pytest.param(KILLED, id="killed", marks=pytest.mark.matrix)],
@@ -79,10 +74,7 @@ def left(case: Case, release: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def start(release: str, folder: Path, env: Mapping[str, str] = {}) -> Server:
     arguments = ["--crash-dump-folder", str(folder), "--tokenizer-worker-num", str(WORKERS)]
-    site = folder.with_name(f"{folder.name}-site")
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(SITE)
-    env = PATIENT | PATIENCE | {"PYTHONPATH": str(site)} | dict(env)
+    env = PATIENT | PATIENCE | write_site(folder.with_name(f"{folder.name}-site"), SITE) | dict(env)
     return Server.start(ensure_lane(release), extra_args=arguments, env=env)
 
 

@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from integration.faults import TP0 as WAITING
+from integration.faults import TP1 as VICTIM
 from integration.hangs.stuck_rank import StuckRank
-from integration.scenario import answers_of, handler_pid, worked_on
+from integration.scenario import answers_of, handler_pid, stopped, worked_on
 from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.judge.activity import bare
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import main_thread
+from unit.support.targets import state_of
 from unit.support.waiting import wait_until
 
-VICTIM, WAITING = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
 HANG_SECS = 5.0
 #: A hang would be noticed in this time, in seconds.
 QUIET_SECS = HANG_SECS + 1.5
@@ -77,10 +78,8 @@ def load_slowly(server: Server, told: Story) -> None:
         time.sleep(0.1)
         return next((pid for pid, title in server.processes() if title.startswith(VICTIM)), 0)
 
-    pid = wait_until(starting_rank, "a rank with its title", 2 * LONG)
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(QUIET_SECS)
-    os.kill(pid, signal.SIGCONT)
+    with stopped(wait_until(starting_rank, "a rank with its title", 2 * LONG)):
+        time.sleep(QUIET_SECS)
     server.wait_ready()
     told.quiet["loading"] = find_incidents(told.folder)
 
@@ -130,12 +129,10 @@ def stop_as_a_whole(server: Server, told: Story) -> None:
 
 def hang_while_idle(server: Server, told: Story) -> None:
     """Stop one rank of an idle server, send a request, and let the rank go on when the hang was noticed."""
-    pid = told.pids[VICTIM]
     began = time.monotonic()
-    os.kill(pid, signal.SIGSTOP)
-    answer = ask_later(server, max_new_tokens=16)
-    hung = told.hung["stop"] = await_hang(told, began)
-    os.kill(pid, signal.SIGCONT)
+    with stopped(told.pids[VICTIM]):
+        answer = ask_later(server, max_new_tokens=16)
+        hung = told.hung["stop"] = await_hang(told, began)
     await_progress(hung, answer)
 
 
@@ -200,8 +197,7 @@ def tell(server: Server, told: Story, stuck: StuckRank, *, full: bool) -> None:
 def await_hang(told: Story, began: float) -> Hung:
     """Return the next hang when its incident is whole."""
     path, document = next_incident(told.folder, len(told.hung) + 1)
-    stat = procfs.read_stat(told.pids[VICTIM])
-    return Hung(document, path, time.monotonic() - began, stat.state if stat else "")
+    return Hung(document, path, time.monotonic() - began, state_of(told.pids[VICTIM]))
 
 
 def await_progress(hung: Hung, answer: Callable[[], list[int]]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -20,7 +18,7 @@ import pytest
 
 from integration.hangs import astray_rank, cpu_kernels
 from integration.hangs.hang_story import LONG
-from lanelib.lanes import ensure_lane
+from integration.scenario import run_kit, serving
 from lanelib.servers import Server, opener
 from unit.support.stored import wait_for_incident
 from unit.support.waiting import wait_until
@@ -50,21 +48,10 @@ class Story:
     steps: str = ""  # what ``sglang-crashkit steps`` prints of it
 
 
-def kit(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "sglang_crashkit", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=LONG,
-        check=True,
-    )
-    return done.stdout
-
-
 def collect(server: Server, folder: Path) -> dict[str, Any]:
     """Return what ``collect`` says of the server's steps."""
-    output = kit("collect", "--json", f"--pid={server.pid}", "--snapshots=1", "--output-dir", str(folder))
-    found: dict[str, Any] = json.loads(output)["divergence"]
+    done = run_kit("collect", "--json", f"--pid={server.pid}", "--snapshots=1", "--output-dir", folder, timeout_s=LONG)
+    found: dict[str, Any] = json.loads(done.stdout)["divergence"]
     return found
 
 
@@ -151,15 +138,13 @@ def tell(
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
     site = factory.mktemp("site")
     environ |= cpu_kernels.write_site(site) | astray_rank.write_site(site, victim) | dict(env or {})
-    arguments = ["--crash-dump-folder", str(crash), *more]
-    with Server.start(ensure_lane("0.5.23"), tp=tp, extra_args=arguments, env=environ) as server:
-        server.wait_ready()
+    with serving("0.5.23", crash, *more, tp=tp, env=environ) as server:
         if load_secs:
             told.well = load(server, load_secs, factory.mktemp("collected"))
         told.rids = go_astray(server, way, tokens, prompt)
         stored = wait_for_incident(crash, LONG)
         told.document, told.folder = stored.document or {}, stored.path
-    told.steps = kit("steps", str(told.folder), "--last", "5")
+    told.steps = run_kit("steps", told.folder, "--last", "5").stdout
     return told
 
 

@@ -13,14 +13,13 @@ import pytest
 from integration.crashes.test_several_tokenizers import PATIENT
 from integration.hangs.hang_story import HANG_SECS, LONG, QUIET_SECS, ask_later, events_of
 from integration.hangs.stuck_loop import DETOKENIZER, TOKENIZER, StuckLoop, Way
-from lanelib.lanes import ensure_lane
+from integration.scenario import serving
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-RELEASE = "0.5.23"
 WAYS: tuple[tuple[str, Way], ...] = (
     (TOKENIZER, "spin"),
     (TOKENIZER, "block"),
@@ -93,9 +92,7 @@ def _tell(factory: pytest.TempPathFactory, ways: tuple[tuple[str, Way], ...], *a
     told, stuck = Told(factory.mktemp("crash")), StuckLoop(factory.mktemp("stuck"))
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"} | PATIENT
     environ |= stuck.environ
-    extra = ["--crash-dump-folder", str(told.folder), *arguments]
-    with Server.start(ensure_lane(RELEASE), extra_args=extra, env=environ) as server:
-        server.wait_ready()
+    with serving("0.5.23", told.folder, *arguments, env=environ) as server:
         server.generate("Hello", max_new_tokens=4, timeout_s=LONG)
         told.main, told.titles = server.pid, dict(server.processes())
         time.sleep(QUIET_SECS)

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from integration.import_hook import write_site
 from lanelib.lanes import Lane
 from lanelib.procs import Process, alive, all_processes, send, title_of, tree_of, wait_gone, watchers_of
 from lanelib.servers import Server, wait_all_ready
@@ -114,10 +115,8 @@ def soak(
     say: Callable[[str], None] = print,
 ) -> Outcome:
     """Serve with a patched and an unpatched lane for so many seconds, from when both are at rest, and compare."""
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(SITE_CODE)
     options = ["--crash-dump-folder", str(folder / "crash"), "--max-total-tokens", str(POOL)]
-    env = {"SGLANG_CRASHKIT_HANG_SECS": str(HANG_S), "PYTHONPATH": str(folder / "site"), **SMALL_CACHES}
+    env = {"SGLANG_CRASHKIT_HANG_SECS": str(HANG_S), **write_site(folder / "site", SITE_CODE), **SMALL_CACHES}
     with (
         Server.start(patched, tp=tp, extra_args=options, env=env, spins=True) as first,
         Server.start(unpatched, tp=tp, extra_args=options, env=env, spins=True) as second,

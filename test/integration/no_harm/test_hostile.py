@@ -22,8 +22,11 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import Wreck, answers_of, handler_pid, worked_on, wreck
-from lanelib.lanes import ensure_lane
+from integration.faults import DETOKENIZER
+from integration.faults import TP0 as FIRST
+from integration.faults import TP1 as SECOND
+from integration.import_hook import write_site
+from integration.scenario import Wreck, answers_of, handler_pid, serving, worked_on, wreck
 from lanelib.servers import Server, opener
 from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -36,7 +39,6 @@ from unit.support.waiting import child, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
-FIRST, SECOND, DETOKENIZER = "sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"
 HOST = "hostile-host"
 NOBODY = 65534
 #: A loaded machine takes over 20 s for a server's first batch, which is no hang. It makes the end a long one.
@@ -89,31 +91,22 @@ class Story:
         return self.left
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "0.5.9",
-        "0.5.12.post1",
-        "0.5.23",
-    ],
-)
-def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+@pytest.fixture(scope="module")
+def story(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
     # The socket is in it, whose path may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="ck-") as short:
-        yield tell(request.param, folder, Path(short), site)
+        yield tell(release, folder, Path(short), site)
 
 
 def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
     """Run a server of a release through all of it."""
-    (site / "sitecustomize.py").write_text(SITE)
     os.mkfifo(site / "pipe")
     told = Story(folder / "theirs", temporary / f"sglang-crashkit-{os.geteuid()}")
     told.theirs.mkdir()
     (folder / "crash").mkdir()
     (folder / "crash" / HOST).symlink_to(told.theirs)
-    env = {
-        "PYTHONPATH": str(site),
+    env = write_site(site, SITE) | {
         "TMPDIR": str(temporary),
         "HOSTNAME": HOST,
         "CRASHKIT_TEST_PIPE": str(site / "pipe"),
@@ -122,13 +115,11 @@ def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
         "SGLANG_CRASHKIT_HANG_SECS": "0",
         "SGLANG_CRASHKIT_PYSPY": make_tool(site, f'[ -e {site}/hang ] && exec sleep 600\nexec {find_pyspy()} "$@"'),
     }
-    options = ["--crash-dump-folder", str(folder / "crash"), "--watchdog-timeout", str(HANG_SECS)]
-    umask = ("sh", "-c", 'umask 0; exec "$@"', "sh")
+    how: dict[str, Any] = {"tp": 2, "env": env, "prefix": ("sh", "-c", 'umask 0; exec "$@"', "sh")}
     with (
         child("ready()\nwhile True: pause()", title=SECOND) as decoy,
-        Server.start(ensure_lane(release), tp=2, extra_args=options, env=env, prefix=umask) as server,
+        serving(release, folder / "crash", "--watchdog-timeout", str(HANG_SECS), **how) as server,
     ):
-        server.wait_ready()
         told.answers.append(answers_of(server))
         told.open_files = open_inodes(handler_pid(server))
         told.log_inode = server.log_path.stat().st_ino

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from integration.faults import TP1 as RANK
 from integration.scenario import handlers_of, left_of, members_of, rank_that_starts
 from lanelib.lanes import ensure_lane
 from lanelib.procs import read_process, tree_of
@@ -34,7 +35,6 @@ SERVES_EVERY, IS_TITLED_EVERY = 10, 4
 MAX_USE_MB = 1
 #: So many of a fault are kept in full.
 FULL = 3
-RANK = "sglang::scheduler_TP1"
 #: A loaded machine takes minutes to import SGLang.
 START_S, EXIT_S = 400.0, 60.0
 
@@ -97,7 +97,8 @@ def crash(folder: Path, temporary: Path, number: int) -> Crash:
         known = [member.process for member in members_of(server)]
         began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        handler = read_process(wait_for(server, watching_handler))
+        # It is there before the first rank, but may have to wait for a processor.
+        handler = read_process(wait_for(server, lambda its: next(iter(handlers_of(its)), None)))
         assert handler is not None
         status = server.popen.wait(timeout=EXIT_S)
         seconds = time.monotonic() - began
@@ -133,12 +134,6 @@ def started_rank(server: Server) -> int | None:
         len(titles) > 2 and titles[0].endswith("resource_tracker") and titles[2].endswith("multiprocessing.spawn")
     )
     return children[2].pid if is_there else None
-
-
-def watching_handler(server: Server) -> int | None:
-    """Return the crash handler, which is there before the first rank, but may have to wait for a processor."""
-    pids = handlers_of(server)
-    return pids[0] if pids else None
 
 
 def test_each_crash_ends_with_the_same_status_and_leaves_nothing(crashes: list[Crash], temporary: Path) -> None:

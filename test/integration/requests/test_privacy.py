@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES, run_in_lane
-from lanelib.lanes import Lane, ensure_lane
+from integration.faults import CRASH
+from integration.scenario import EXIT_TIMEOUT_S, run_in_lane, serving
+from lanelib.lanes import Lane
 from lanelib.servers import Server, opener
 from unit.support.stored import wait_for_incident
 
@@ -71,21 +72,11 @@ def ask(server: Server) -> None:
         response.read()
 
 
-@pytest.fixture(scope="module", params=RELEASES)
-def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Left:
-    lane = ensure_lane(request.param)
+@pytest.fixture(scope="module")
+def left(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Left:
     folder = tmp_path_factory.mktemp("crash")
-    env = {"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50", "OTHER_SERVICE_TOKEN": VARIABLE}
-    options = [
-        "--api-key",
-        API_KEY,
-        f"--admin-api-key={API_KEY}-admin",
-        "--crash-dump-folder",
-        str(folder),
-        "--log-requests",
-    ]
-    with Server.start(lane, extra_args=options, env=env) as server:
-        server.wait_ready()
+    options = ("--api-key", API_KEY, f"--admin-api-key={API_KEY}-admin", "--log-requests")
+    with serving(lane, folder, *options, env=CRASH | {"OTHER_SERVICE_TOKEN": VARIABLE}) as server:
         client = threading.Thread(target=ask, args=(server,), daemon=True)
         client.start()
         server.popen.wait(timeout=EXIT_TIMEOUT_S)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from integration.faults import DETOKENIZER as STUCK
+from integration.scenario import serving
 from sglang_crashkit.incident.store import find_incidents
 from unit.support.waiting import wait_until
 
@@ -20,7 +20,6 @@ TIMEOUT_SECS = 5
 #: Upstream's own hook: the detokenizer stands still for so long at its first request.
 STUCK_SECS = 25
 LONG = 180.0
-STUCK = "sglang::detokenizer"
 
 
 def timeouts(folder: Path, title: str = "") -> list[dict[str, Any]]:
@@ -31,10 +30,9 @@ def timeouts(folder: Path, title: str = "") -> list[dict[str, Any]]:
 
 
 def test_a_process_stuck_after_a_slow_start_is_named(tmp_path: Path) -> None:
-    arguments = ["--crash-dump-folder", str(tmp_path), "--soft-watchdog-timeout", str(TIMEOUT_SECS)]
+    option = f"--soft-watchdog-timeout={TIMEOUT_SECS}"
     environ = {"SGLANG_TEST_STUCK_DETOKENIZER": str(STUCK_SECS), "SGLANG_CRASHKIT_CAPTURE_SECS": "10"}
-    with Server.start(ensure_lane("0.5.23"), extra_args=arguments, env=environ) as server:
-        server.wait_ready()
+    with serving("0.5.23", tmp_path, option, env=environ) as server:
         before = timeouts(tmp_path)
         # The tokenizer manager tripped while the ranks got ready, which is a finished incident of its own.
         assert {document["trigger"]["pid"] for document in before} >= {server.popen.pid}

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from integration.crashes.whole import assert_ends, assert_present, assert_told
-from integration.scenario import PATIENCE, RELEASES, Member, left_of, members_of, rank_that_starts
+from integration.import_hook import write_site
+from integration.scenario import PATIENCE, SCHEDULER, Member, left_of, members_of, rank_that_starts, serving
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -30,7 +31,6 @@ EXIT_TIMEOUT_S = 120.0
 INCIDENT_S = 45.0
 
 
-SCHEDULER = "sglang::scheduler"
 #: What each Python of a server runs first: on SIGUSR2 a scheduler raises in its loop, where no one is to catch it.
 RAISE = """
 import signal
@@ -78,12 +78,6 @@ CASES = [
         Case(release, "sglang::scheduler_DP1", "DP1 Rank 0 scheduler", {"dp": 2}),
     )
 ]
-
-
-@pytest.fixture(params=RELEASES)
-def release(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -163,13 +157,9 @@ def test_a_rank_that_raises_while_loading_is_named(release: str, tmp_path: Path)
 
 
 def test_a_rank_that_raises_before_serving_is_named(release: str, tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(RAISE)
-    options = ["--crash-dump-folder", str(tmp_path / "crash")]
-    env = PATIENCE | NO_REQUEST | {"PYTHONPATH": str(tmp_path / "site")}
+    env = PATIENCE | NO_REQUEST | write_site(tmp_path / "site", RAISE)
     # One that sleeps is seldom in its loop itself.
-    with Server.start(ensure_lane(release), extra_args=options, env=env, spins=True) as server:
-        server.wait_ready()
+    with serving(release, tmp_path / "crash", env=env, spins=True) as server:
         os.kill(server.pid_of(SCHEDULER), signal.SIGUSR2)
         assert server.popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.RAISED
         incident = only_incident(tmp_path / "crash")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from integration.faults import TP0, TP1
 from integration.import_hook import write_site
+from integration.scenario import run_kit
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import sample_all
@@ -21,7 +21,7 @@ from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
-RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
+RANKS = (TP0, TP1)
 #: Until the ranks are where they stay, on a busy machine.
 START_S = 300.0
 COLLECT_S = 120.0
@@ -79,9 +79,8 @@ def is_in(pid: int, function: str) -> bool:
 
 
 def verdict_on(server: Server, folder: Path) -> dict[str, Any]:
-    argv = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", f"--pid={server.pid}"]
-    argv += ["--interval=1", f"--output-dir={folder}"]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, timeout=COLLECT_S, check=True)
+    argv = ("collect", "--json", f"--pid={server.pid}", "--interval=1", f"--output-dir={folder}")
+    done = run_kit(*argv, timeout_s=COLLECT_S)
     verdict: dict[str, Any] = json.loads(done.stdout)["verdict"]
     return verdict
 

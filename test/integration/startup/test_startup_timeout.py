@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.faults import TP0, TP1
 from integration.scenario import PATIENCE
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
@@ -16,7 +17,7 @@ from sglang_crashkit.incident.store import find_incidents
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
+RANKS = (TP0, TP1)
 #: Seconds from the launch of the ranks. The second one is for a machine that is too busy for them to be where they stay
 #: `SETTLED_S` before the first.
 LIMITS_S = (60.0, 150.0)
