@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from integration.faults import TP0, TP1
+from integration.scenario import run_kit, stopped
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.errors import ExitCode
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(1500)]
 
 #: As published: nothing in the server knows of the kit.
 RELEASE = "0.5.23"
-RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
+RANKS = (TP0, TP1)
 READY_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 240.0
 COLLECT_TIMEOUT_S = 300.0
@@ -102,17 +102,11 @@ def tell(told: Story, cluster: Cluster, job: str, server: Server) -> None:
         told.answer = server.generate("Hello", max_new_tokens=8, timeout_s=ANSWER_TIMEOUT_S)["output_ids"]
 
     asking = threading.Thread(target=ask, daemon=True)
-    os.kill(told.pids["n2"], signal.SIGSTOP)
-    try:
+    with stopped(told.pids["n2"]):
         asking.start()
         # Every round of the event loop hands on what came in, so the other rank waits within milliseconds.
-        argv = [sys.executable, "-m", "sglang_crashkit", "collect", f"--slurm-job={job}", "--json", "--snapshots=2"]
-        argv += ["--interval=1", f"--output-dir={told.output}"]
-        done = subprocess.run(
-            argv, env=cluster.environ, capture_output=True, text=True, timeout=COLLECT_TIMEOUT_S, check=False
-        )
-    finally:
-        os.kill(told.pids["n2"], signal.SIGCONT)
+        argv = ("collect", f"--slurm-job={job}", "--json", "--snapshots=2", "--interval=1", "-o", told.output)
+        done = run_kit(*argv, status=None, env=cluster.environ, timeout_s=COLLECT_TIMEOUT_S)
     assert done.stdout, done.stderr
     told.status, told.document = done.returncode, json.loads(done.stdout)
     asking.join(ANSWER_TIMEOUT_S)

@@ -129,7 +129,15 @@ def tell(server: Server, folder: Path) -> Story:
         wait_until(lambda: _waits(waiting), "the other rank waits for it", COLLECT_TIMEOUT_S)
         hung = collect(server, folder / "hung", "--native", "--interval", "1")
         state = state_of(victim)
-    return Story((before, after), (usual, meanwhile), debuggers, well, hung, state, late())
+    return Story(
+        answers=(before, after),
+        secs=(usual, meanwhile),
+        debuggers=debuggers,
+        well=well,
+        hung=hung,
+        state=state,
+        late_answer=late(),
+    )
 
 
 def _waits(pid: int) -> bool:
