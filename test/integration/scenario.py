@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,13 @@ import pytest
 from incident_schema import assert_fits
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import Process, alive, read_process, title_of, tree_of
-from lanelib.servers import ManagedProcess, Server, greedy
+from lanelib.servers import ManagedProcess, Server, greedy, opener
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.journal import JournalReader
 from sglang_crashkit.memory.ring import NAME as JOURNAL
 from sglang_crashkit.memory.ring import RingError
+from unit.support.server_driver import PATIENCE as PATIENCE
 from unit.support.targets import state_of
 from unit.support.waiting import wait_until
 
@@ -37,8 +39,6 @@ RELEASES = (
     "0.5.23",
 )
 EXIT_TIMEOUT_S = 120.0
-#: A busy machine takes longer to give all stacks than a server may be kept waiting; one that is not busy needs none.
-PATIENCE = {"SGLANG_CRASHKIT_CAPTURE_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
 PROMPTS = ("Hello", "The quick brown fox", "1 2 3 4 5 6 7 8")
 HANDLER = "sglang::crash_handler"
 SCHEDULER = "sglang::scheduler"
@@ -190,6 +190,15 @@ def wreck(
         log=server.log_path.read_text(errors="replace"),
         seconds_to_exit=seconds_to_exit,
     )
+
+
+def generate(url: str, **fields: Any) -> list[int]:
+    """Return the tokens of a greedy answer of the server at an address, which may be none of a test's own."""
+    body = json.dumps(greedy("Hello", 8, **fields)).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    with opener.open(request, timeout=EXIT_TIMEOUT_S) as answer:
+        tokens: list[int] = json.load(answer)["output_ids"]
+    return tokens
 
 
 def break_one(

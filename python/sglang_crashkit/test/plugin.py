@@ -201,7 +201,7 @@ class FailByName:
                 raise guard.report(ProcessDiedDuringTestError if when == "call" else ProcessDiedError)
 
 
-#: That of this process; see `fail_fast.find_runner`.
+#: That of this process; see `fail_fast.watch`.
 runner: FailByName | None = None
 
 

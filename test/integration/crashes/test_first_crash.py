@@ -170,28 +170,17 @@ def test_the_requests_in_flight_were_saved_where_upstream_saves_them(crash: Cras
     assert content["shape"] == 4
 
 
-def test_the_document_has_every_field_of_its_schema(crash: Crash) -> None:
+def test_what_is_missing_has_a_reason_and_the_timeline_is_in_order(crash: Crash) -> None:
     incident = crash.wreck.incident
     assert incident["schema_version"] == 1
-    for name in ("id", "kind", "trigger", "server", "processes", "requests", "timeline", "verdict"):
-        assert incident[name], name
-    assert set(incident["trigger"]) == {"event", "time", "pid", "title"}
     assert incident["server"]["sglang_version"].split("+")[0] == crash.lane.release
     for process in incident["processes"]:
-        assert {"pid", "title", "role", "rank", "exit", "evidence"} <= set(process)
         for piece in process["evidence"]:
-            assert set(piece) == {"kind", "status", "path", "reason", "seconds", "source"}
             assert piece["status"] == "captured" or piece["reason"], piece
     times = [entry["time"] for entry in incident["timeline"]]
     assert times == sorted(times)
     last = ("server_exited", "process_exited", "shared_memory_removed", "shared_memory_left")
     assert incident["timeline"][-1]["event"] in last
-
-
-def test_nobody_else_can_read_the_evidence(crash: Crash) -> None:
-    host_folder = crash.wreck.folder.parent.parent
-    for path in [host_folder, *host_folder.rglob("*")]:
-        assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_the_servers_exit_status_says_that_a_rank_was_killed(crash: Crash) -> None:

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from integration.faults import DETOKENIZER
+from integration.faults import DETOKENIZER, STACKS_SIGNAL, write_site
 from integration.faults import TP0 as FIRST
 from integration.faults import TP1 as SECOND
-from integration.import_hook import write_site
+from integration.hangs.stuck_rank import StuckRank
 from integration.scenario import Wreck, answers_of, handler_pid, serving, worked_on, wreck
 from lanelib.servers import Server, opener
 from sglang_crashkit.capture.pyspy import find_pyspy
@@ -34,6 +34,7 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.settings import socket_path
+from unit.support.server_driver import piece_of
 from unit.support.targets import make_tool, state_of, traced
 from unit.support.waiting import child, wait_until
 
@@ -47,19 +48,6 @@ HANG_SECS = 60
 LONG = 120.0
 #: A health check that waits for no one is answered within this time on a loaded machine, in seconds.
 ANSWER_S = 1.0
-#: On SIGUSR2 a process waits in vfork(2) for a child that opens a pipe which no one writes to: it is in uninterruptible
-#: sleep, and holds the GIL. On SIGUSR1 one asks for the stacks as upstream's own functions do.
-SITE = """
-import os, signal, threading
-def sleep_uninterruptibly(*_):
-    pipe = os.environ["CRASHKIT_TEST_PIPE"]
-    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, pipe, os.O_RDONLY, 0)])
-def ask_for_stacks(*_):
-    from sglang.srt.utils.cudacore_pyspy_dump_utils import pyspy_dump_schedulers
-    threading.Thread(target=pyspy_dump_schedulers).start()
-signal.signal(signal.SIGUSR2, sleep_uninterruptibly)
-signal.signal(signal.SIGUSR1, ask_for_stacks)
-"""
 
 
 @dataclass
@@ -101,15 +89,14 @@ def story(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
     """Run a server of a release through all of it."""
-    os.mkfifo(site / "pipe")
+    stuck = StuckRank(site)
     told = Story(folder / "theirs", temporary / f"sglang-crashkit-{os.geteuid()}")
     told.theirs.mkdir()
     (folder / "crash").mkdir()
     (folder / "crash" / HOST).symlink_to(told.theirs)
-    env = write_site(site, SITE) | {
+    env = write_site(site) | {
         "TMPDIR": str(temporary),
         "HOSTNAME": HOST,
-        "CRASHKIT_TEST_PIPE": str(site / "pipe"),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # The end is to come of upstream's own watchdog.
         "SGLANG_CRASHKIT_HANG_SECS": "0",
@@ -126,7 +113,7 @@ def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
         flood(server, temporary)
         told.answers.append(answers_of(server))
         told.after_flood = find_incidents(told.fallback)
-        sleep_and_be_traced(server, site / "pipe", told)
+        sleep_and_be_traced(server, stuck, told)
         told.answers.append(answers_of(server))
         (site / "hang").touch()
         told.shared_memory = shared_memory_of(server)
@@ -158,7 +145,7 @@ def flood(server: Server, temporary: Path) -> None:
             assert os.waitpid(pid, 0)[1] == 0
 
 
-def sleep_and_be_traced(server: Server, pipe: Path, told: Story) -> None:
+def sleep_and_be_traced(server: Server, stuck: StuckRank, told: Story) -> None:
     """Have a rank sleep in the kernel in the middle of a request, with the detokenizer traced, until it was noticed."""
     rank, detokenizer = server.pid_of(FIRST), server.pid_of(DETOKENIZER)
     answers: list[list[int]] = []
@@ -173,16 +160,15 @@ def sleep_and_be_traced(server: Server, pipe: Path, told: Story) -> None:
         asking.start()
         wait_until(lambda: worked_on(server, log_from), "the request is worked on", LONG)
         checking.start()
-        os.kill(rank, signal.SIGUSR2)
+        stuck.stick(rank, "sleep_in_kernel")
         try:
             wait_until(lambda: state_of(rank) == "D", "the rank sleeps", LONG)
-            os.kill(server.pid, signal.SIGUSR1)
+            os.kill(server.pid, STACKS_SIGNAL)
             wait_until(lambda: list(told.fallback.glob("*/incidents/*/stacks/scheduler_TP0*")), "a stack", LONG)
             told.slept = state_of(rank)
             told.tracers.append(procfs.read_tracer(detokenizer))
         finally:
-            # The child of the one that sleeps opens the pipe as it is opened here, and ends.
-            os.close(os.open(pipe, os.O_WRONLY))
+            stuck.release(rank, "sleep_in_kernel")
     asking.join(LONG)
     wait_until(lambda: all(one.finished for one in find_incidents(told.fallback)), "it is finished", LONG)
     over.set()
@@ -222,9 +208,7 @@ def shared_memory_of(server: Server) -> list[str]:
 def evidence_of(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:
     # The child of the one that sleeps shares its memory, and with that its title.
     (process,) = [one for one in document["processes"] if one["title"] == title and one["role"] != "helper"]
-    (piece,) = [piece for piece in process["evidence"] if piece["kind"] == kind]
-    found: dict[str, Any] = piece
-    return found
+    return piece_of(process, kind)
 
 
 def test_a_flood_on_the_handlers_socket_changes_nothing(story: Story) -> None:
@@ -236,7 +220,7 @@ def test_a_rank_asleep_in_the_kernel_is_captured_asleep(story: Story) -> None:
     assert story.observed["kind"] == "snapshot"
     piece = evidence_of(story.observed, FIRST, "stack")
     assert (piece["status"], piece["source"]) == ("captured", "py-spy"), piece
-    assert "sleep_uninterruptibly" in (story.observed_folder / piece["path"]).read_text()
+    assert "sleep_in_kernel" in (story.observed_folder / piece["path"]).read_text()
     assert story.slept == "D"
     # It went on when it was let, and the server with it.
     assert len(story.late_answer) == 400

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -25,6 +24,7 @@ from integration.scenario import (
     SCHEDULER,
     Sent,
     ask_in_flight,
+    generate,
     handlers_of,
     incidents_of,
     left_of,
@@ -65,16 +65,6 @@ def the_incident(folder: Path, timeout_s: float = 60.0) -> dict[str, Any]:
     assert len(incidents_of(folder)) == 1, kinds_of(folder)
     assert found.document is not None
     return found.document
-
-
-def generate(url: str, **fields: Any) -> list[int]:
-    """Return the tokens of a greedy answer."""
-    parameters = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    body = json.dumps({"text": "Hello", "sampling_params": parameters} | fields).encode()
-    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
-    with opener.open(request, timeout=120) as answer:
-        tokens: list[int] = json.load(answer)["output_ids"]
-    return tokens
 
 
 # One rank of an elastic server dies.

@@ -19,7 +19,7 @@ import pytest
 
 from integration.scenario import EXIT_TIMEOUT_S, HANDLER, SCHEDULER, Wreck, run_in_lane, serving, wait_in_flight, wreck
 from lanelib.lanes import Lane
-from lanelib.servers import Server
+from lanelib.servers import Server, opener
 from sglang_crashkit import settings
 from sglang_crashkit.incident.store import find_incidents
 
@@ -126,12 +126,14 @@ def kill_all(server: Server) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def post(server: Server, body: dict[str, Any]) -> None:
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {SECRET}"}
+def post(server: Server, body: dict[str, Any], **headers: str) -> None:
+    """Ask with a key, and bear that it is cut off."""
+    headers |= {"Content-Type": "application/json", "Authorization": f"Bearer {SECRET}"}
     call = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
-    # That it is cut off is the point.
-    cut_off = contextlib.suppress(urllib.error.URLError, OSError, ValueError, http.client.HTTPException)
-    with cut_off, urllib.request.urlopen(call, timeout=EXIT_TIMEOUT_S) as answer:
+    with (
+        contextlib.suppress(OSError, ValueError, http.client.HTTPException),
+        opener.open(call, timeout=EXIT_TIMEOUT_S) as answer,
+    ):
         answer.read()
 
 

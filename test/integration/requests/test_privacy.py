@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
 import os
 import threading
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +11,15 @@ from typing import Any
 import pytest
 
 from integration.faults import CRASH
+from integration.requests.test_journal import SECRET as API_KEY
+from integration.requests.test_journal import post
 from integration.scenario import EXIT_TIMEOUT_S, run_in_lane, serving
 from lanelib.lanes import Lane
-from lanelib.servers import Server, opener
 from unit.support.stored import wait_for_incident
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-API_KEY, VARIABLE, HEADER = "canary-argument-5b1c", "canary-variable-9d2e", "canary-header-77aa"
+VARIABLE, HEADER = "canary-variable-9d2e", "canary-header-77aa"
 PROMPT = "canary prompt 30f4: sing of the mine"
 READ_PICKLE = """
 import json, pickle, sys
@@ -56,28 +52,13 @@ class Left:
         return [str(path.relative_to(self.folder)) for path in files if text.encode() in path.read_bytes()]
 
 
-def ask(server: Server) -> None:
-    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
-    headers = {
-        "Content-Type": "application/json",
-        "Authorization": f"Bearer {API_KEY}",
-        "X-Secret-Token": HEADER,
-    }
-    request = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
-    # That it is cut off is the point; that it is refused is not.
-    with (
-        contextlib.suppress(OSError, http.client.HTTPException),
-        opener.open(request, timeout=EXIT_TIMEOUT_S) as response,
-    ):
-        response.read()
-
-
 @pytest.fixture(scope="module")
 def left(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Left:
     folder = tmp_path_factory.mktemp("crash")
     options = ("--api-key", API_KEY, f"--admin-api-key={API_KEY}-admin", "--log-requests")
     with serving(lane, folder, *options, env=CRASH | {"OTHER_SERVICE_TOKEN": VARIABLE}) as server:
-        client = threading.Thread(target=ask, args=(server,), daemon=True)
+        asked = (server, {"text": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}})
+        client = threading.Thread(target=post, args=asked, kwargs={"X-Secret-Token": HEADER}, daemon=True)
         client.start()
         server.popen.wait(timeout=EXIT_TIMEOUT_S)
         client.join(timeout=EXIT_TIMEOUT_S)

@@ -18,6 +18,7 @@ from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
+from unit.support.server_driver import piece_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -163,7 +164,7 @@ def test_a_rank_that_raises_before_serving_is_named(release: str, tmp_path: Path
     assert "before the first request" in text
     for process in incident["processes"]:
         if process["role"] not in ("helper", "scheduler"):
-            assert {"kind": "stack", "status": "captured"}.items() <= stack_of(process).items(), process
+            assert piece_of(process, "stack")["status"] == "captured", process
 
 
 def exceptions_of(incident: dict[str, Any], folder: Path, title: str) -> list[str]:
@@ -174,9 +175,3 @@ def exceptions_of(incident: dict[str, Any], folder: Path, title: str) -> list[st
     pieces = [piece for process in incident["processes"] if process["title"] == title for piece in process["evidence"]]
     assert {piece["status"] for piece in pieces if piece["kind"] == "exception"} == {"captured"}
     return [(stored.path / piece["path"]).read_text() for piece in pieces if piece["kind"] == "exception"]
-
-
-def stack_of(process: dict[str, Any]) -> dict[str, Any]:
-    (piece,) = [piece for piece in process["evidence"] if piece["kind"] == "stack"]
-    found: dict[str, Any] = piece
-    return found
