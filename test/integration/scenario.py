@@ -347,6 +347,11 @@ def incidents_of(folder: Path) -> list[StoredIncident]:
     return find_incidents(folder) if folder.is_dir() else []
 
 
+def whole_incidents(folder: Path) -> list[StoredIncident]:
+    """Return the whole incidents below a crash folder, the newest first."""
+    return [stored for stored in incidents_of(folder) if stored.finished and stored.document]
+
+
 def ask(server: ManagedProcess, sent: Sent, tokens: int = 4000) -> threading.Thread:
     """Ask for what takes longer than the test, in a thread of its own, and bear that it is cut off."""
     return server.ask_later("generate", greedy(sent.text, tokens, rid=sent.rid), EXIT_TIMEOUT_S)

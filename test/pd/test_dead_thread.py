@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from integration.import_hook import write_site
-from integration.scenario import incidents_of
+from integration.scenario import whole_incidents
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, greedy
 from pd.pairs import NEEDED, serving
@@ -67,7 +67,7 @@ def told(
 
 def incident_of(folder: Path, pid: int) -> dict[str, Any]:
     """Return the incident of a server; empty if absent."""
-    found = [one.document or {} for one in incidents_of(folder) if one.finished]
+    found = [one.document or {} for one in whole_incidents(folder)]
     return next((one for one in found if one["server"]["pid"] == pid), {})
 
 

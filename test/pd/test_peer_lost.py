@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from integration.crashes.whole import assert_ends, assert_present, assert_requests, assert_told, journaled, times_of
-from integration.scenario import IN_FLIGHT_S, Member, Sent, incidents_of, journaled_rids, members_of
+from integration.scenario import IN_FLIGHT_S, Member, Sent, journaled_rids, members_of, whole_incidents
 from lanelib.lanes import ensure_lane
 from lanelib.pd import PDServers
 from lanelib.procs import tree_of
@@ -70,10 +70,6 @@ def addresses_of(server: Server) -> set[str]:
     return {f"{c.laddr.ip}:{c.laddr.port}" for c in found if c.status == psutil.CONN_LISTEN}
 
 
-def incidents_below(folder: Path) -> list[StoredIncident]:
-    return [stored for stored in incidents_of(folder) if stored.finished and stored.document]
-
-
 def document_of(stored: StoredIncident) -> dict[str, Any]:
     assert stored.document is not None
     return stored.document
@@ -116,7 +112,7 @@ def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting
     argv = pair.prefill.popen.args
     port = int(argv[argv.index("--disaggregation-bootstrap-port") + 1])
     addresses = {f"127.0.0.1:{port}"} if victim == "prefill" else addresses_of(dead)
-    assert incidents_below(folder) == []
+    assert whole_incidents(folder) == []
     members = members_of(dead), members_of(survivor)
     # The other side waits for what a stopped scheduler does not do.
     dead_rank = dead.pid_of("sglang::scheduler")
@@ -136,18 +132,18 @@ def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting
         gone = verdict_of(collector)
 
     def told() -> list[StoredIncident]:
-        return [found for found in incidents_below(folder) if document_of(found)["kind"] == "peer_lost"]
+        return [found for found in whole_incidents(folder) if document_of(found)["kind"] == "peer_lost"]
 
     wait_until(told, "the survivor tells of it", timeout_secs=60)
     time.sleep(max(0.0, killed + AFTER_S - time.time()))
     serves = survivor.poll_ready()
     dead.popen.wait(timeout=60)
     wait_until(
-        lambda: any(document_of(found)["server"]["pid"] == dead.pid for found in incidents_below(folder)),
+        lambda: any(document_of(found)["server"]["pid"] == dead.pid for found in whole_incidents(folder)),
         "the dead one's incident",
     )
     lost = told()
-    other = [found for found in incidents_below(folder) if document_of(found)["kind"] != "peer_lost"]
+    other = [found for found in whole_incidents(folder) if document_of(found)["kind"] != "peer_lost"]
     return Parting(
         victim,
         lost,

@@ -1,4 +1,4 @@
-"""What is for operators, on one real server: the doctor, metrics, the page of an incident, and who is told."""
+"""What is for operators, on one real server: the doctor, metrics, and who is told."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from integration.scenario import SCHEDULER, serving
 from lanelib.lanes import Lane
 from lanelib.servers import Server
-from sglang_crashkit.view.html import write_html
 from unit.support.waiting import wait_until
-from unit.view.browser import NO_BROWSER, open_browser
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -125,24 +123,3 @@ def test_a_crash_is_told_of(operated: Operated) -> None:
         60,
     )
     assert 'kind="killed"' in last
-
-
-def crash_of(operated: Operated) -> Path:
-    """Return the folder of the incident of a killed rank, which is killed here unless it was before."""
-    found = [*operated.crash_folder.glob(KILLED)]
-    if not found:
-        os.kill(operated.server.pid_of(SCHEDULER), signal.SIGKILL)
-        found = wait_until(lambda: [*operated.crash_folder.glob(KILLED)], "it is whole", 60)
-    return found[0]
-
-
-@pytest.mark.skipif(bool(NO_BROWSER), reason=NO_BROWSER)
-def test_the_page_of_a_crash_opens(operated: Operated, tmp_path: Path) -> None:
-    page = tmp_path / "incident.html"
-    write_html(crash_of(operated), page)
-    with open_browser(tmp_path) as browser:
-        browser.requests()
-        browser.open(page)
-        assert browser.log() == []
-        assert {url.partition(":")[0] for url in browser.requests()} == {"file"}
-        assert "SIGKILL" in browser.js("return document.body.innerText")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from integration.import_hook import write_site
-from integration.scenario import serving
-from sglang_crashkit.incident.store import find_incidents
+from integration.scenario import serving, whole_incidents
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(600)]
@@ -47,9 +46,9 @@ def test_a_fault_that_is_caught_is_one_incident_and_the_server_serves_on(tmp_pat
     with serving("0.5.23", folder, env=env) as server:
         for _ in range(2):
             assert len(server.generate("Hello", max_new_tokens=13, timeout_s=LONG)["output_ids"]) == 13
-        (stored,) = wait_until(lambda: [one for one in find_incidents(folder) if one.finished], "its incident", LONG)
+        (stored,) = wait_until(lambda: whole_incidents(folder), "its incident", LONG)
         assert len(server.generate("Hello", max_new_tokens=4, timeout_s=LONG)["output_ids"]) == 4
     document = stored.document or {}
     assert (document["kind"], document["requests"]["reason"]) == ("exception", "the server went on")
     assert "raised ValueError: no such page, which SGLang caught; it serves on." in document["verdict"]["basis"][0]
-    assert len([one for one in find_incidents(folder) if one.finished]) == 1
+    assert len(whole_incidents(folder)) == 1

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from integration.import_hook import write_site
-from integration.scenario import PATIENCE, SCHEDULER, serving
-from sglang_crashkit.incident.store import find_incidents
+from integration.scenario import PATIENCE, SCHEDULER, serving, whole_incidents
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -64,8 +63,8 @@ def told(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tol
     environ |= write_site(tmp_path_factory.mktemp("site"), CODE)
 
     def whole(kind: str) -> list[tuple[Path, dict[str, Any]]]:
-        found = [(one.path, one.document or {}) for one in find_incidents(folder) if one.finished]
-        return [(path, document) for path, document in found if document.get("kind") == kind]
+        found = [(one.path, one.document or {}) for one in whole_incidents(folder)]
+        return [(path, document) for path, document in found if document["kind"] == kind]
 
     with serving(release, folder, env=environ) as server:
         for _ in range(10):

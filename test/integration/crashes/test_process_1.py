@@ -111,20 +111,6 @@ def test_a_clean_stop_of_process_1_is_no_crash(lane: Lane, host: Host) -> None:
     assert host.left == []
 
 
-@pytest.mark.matrix
-def test_a_crash_of_process_1_leaves_a_whole_incident_only(lane: Lane, host: Host) -> None:
-    with host.start(lane) as server:
-        server.wait_ready()
-        os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
-        assert server.popen.wait(EXIT_S) == ServerExit.KILLED
-    (incident,) = host.incidents
-    assert incident.finished
-    assert incident.document["complete"] is True
-    assert incident.document["verdict"]["first_failure"]["title"] == SCHEDULER
-    assert host.places == []
-    assert [found.path for found in host.next_start_reports()] == [incident.path]
-
-
 def test_a_killed_container_has_vanished_at_the_next_start(lane: Lane, host: Host) -> None:
     with host.start(lane) as server:
         server.wait_ready()
@@ -193,4 +179,6 @@ def test_the_end_of_one_process_1_takes_nothing_from_another(host: Host) -> None
         assert other.popen.wait(EXIT_S) == ServerExit.KILLED
     (incident,) = host.incidents
     assert incident.document["complete"] is True
+    assert incident.document["verdict"]["first_failure"]["title"] == SCHEDULER
     assert host.places == []
+    assert [found.path for found in host.next_start_reports()] == [incident.path]

@@ -17,7 +17,17 @@ import pytest
 from integration.crashes.whole import assert_told, journaled
 from integration.faults import RAISE_SIGNAL, SITE_CODE, TP1
 from integration.import_hook import write_site
-from integration.scenario import EXIT_TIMEOUT_S, IN_FLIGHT_S, PATIENCE, Sent, ask, journaled_rids, left_of, stopped
+from integration.scenario import (
+    EXIT_TIMEOUT_S,
+    IN_FLIGHT_S,
+    PATIENCE,
+    Sent,
+    ask,
+    journaled_rids,
+    left_of,
+    stopped,
+    whole_incidents,
+)
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import tree_of
 from lanelib.servers import ManagedProcess, command_of, free_port, parallel_env
@@ -90,8 +100,7 @@ def ask_one(server: ManagedProcess) -> None:
 
 def told(folder: Path) -> StoredIncident:
     """Wait for an incident to be whole, and return the newest."""
-    wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it is told", TOLD_S)
-    return max(find_incidents(folder), key=lambda one: one.path.name)
+    return wait_until(lambda: whole_incidents(folder), "it is told", TOLD_S)[0]
 
 
 def first_failure(stored: StoredIncident) -> Any:
@@ -111,7 +120,7 @@ def test_a_stopped_and_a_killed_rank_are_told_with_stacks_and_requests(tmp_path:
             hang = told(folder)
         # WHEN it is killed
         os.kill(rank, signal.SIGKILL)
-        wait_until(lambda: len([one for one in find_incidents(folder) if one.finished]) == 2, "its end", NOTICED_S)
+        wait_until(lambda: len(whole_incidents(folder)) == 2, "its end", NOTICED_S)
         killed = told(folder)
         # THEN the server is left to upstream, which lets it live
         assert server.popen.poll() is None
@@ -149,7 +158,7 @@ def test_an_actor_on_another_node_is_told_of_by_a_handler_of_its_own(tmp_path: P
 
 def roots(folder: Path) -> dict[str, int]:
     """Return the main process of each whole incident, by its kind."""
-    documents = [one.document for one in find_incidents(folder) if one.document and one.finished]
+    documents = [one.document or {} for one in whole_incidents(folder)]
     return {document["kind"]: document["server"]["pid"] for document in documents}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from integration.crashes.whole import End, assert_ends, assert_present, assert_requests, assert_titled, assert_told
+from integration.crashes.whole import End, assert_ends, assert_misses_nothing, assert_present, assert_told
 from integration.faults import TP0, TP1
 from integration.scenario import (
     PATIENCE,
@@ -115,12 +115,7 @@ def finished_of(folder: Path) -> list[StoredIncident]:
 
 def assert_whole(node: Node, ends: Mapping[int, End]) -> None:
     """The node's incident misses no process, no stack, no end and no request."""
-    assert node.incident["complete"] is True
-    assert_present(node.incident, node.members)
-    assert_titled(node.incident, node.members)
-    assert_told(node.incident, node.incidents[0].path, ends)
-    assert_ends(node.incident, ends)
-    assert_requests(node.incident, node.incidents[0].path, node.sent)
+    assert_misses_nothing(node.incident, node.incidents[0].path, node.members, ends, node.sent)
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(0, marks=pytest.mark.matrix)], ids=["rank1", "rank0"])

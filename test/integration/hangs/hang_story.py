@@ -16,7 +16,7 @@ from typing import Any
 from integration.faults import TP0 as WAITING
 from integration.faults import TP1 as VICTIM
 from integration.hangs.stuck_rank import StuckRank
-from integration.scenario import answers_of, handler_pid, stopped, worked_on
+from integration.scenario import answers_of, handler_pid, stopped, whole_incidents, worked_on
 from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -217,7 +217,7 @@ def next_incident(folder: Path, count: int) -> tuple[Path, dict[str, Any]]:
     """Wait until there are so many incidents, and return the newest."""
 
     def newest() -> list[StoredIncident]:
-        found = [stored for stored in find_incidents(folder) if stored.finished and stored.document]
+        found = whole_incidents(folder)
         assert len(found) <= count, found
         return found if len(found) == count else []
 

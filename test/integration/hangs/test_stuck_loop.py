@@ -13,7 +13,7 @@ import pytest
 from integration.crashes.test_several_tokenizers import PATIENT
 from integration.hangs.hang_story import HANG_SECS, LONG, QUIET_SECS, ask_later, events_of
 from integration.hangs.stuck_loop import DETOKENIZER, TOKENIZER, StuckLoop, Way
-from integration.scenario import serving
+from integration.scenario import serving, whole_incidents
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.waiting import wait_until
@@ -50,10 +50,6 @@ class Told:
     quiet: list[StoredIncident] = field(default_factory=list)  # the incidents of what is no hang
     hung: dict[tuple[str, Way], Hung] = field(default_factory=dict)  # what came of each way to hang
 
-    def whole(self) -> list[StoredIncident]:
-        """Return the whole incidents, the newest first."""
-        return [one for one in find_incidents(self.folder) if one.finished and one.document]
-
 
 def _be_busy(server: Server, stuck: StuckLoop) -> None:
     """Let each process be away for less than the limit, beside clients that ask one thing after the other."""
@@ -74,15 +70,15 @@ def _be_busy(server: Server, stuck: StuckLoop) -> None:
 
 
 def _hang(server: Server, stuck: StuckLoop, told: Told, place: str, way: Way) -> None:
-    known, began = len(told.whole()), time.monotonic()
+    known, began = len(whole_incidents(told.folder)), time.monotonic()
     stuck.stick(place, way)
     answer = ask_later(server, max_new_tokens=8)
-    stored = wait_until(lambda: told.whole()[: -known or None], f"{place} {way}", LONG)[0]
+    stored = wait_until(lambda: whole_incidents(told.folder)[: -known or None], f"{place} {way}", LONG)[0]
     secs = time.monotonic() - began
     stuck.release(place)
 
     def over() -> dict[str, Any]:
-        document = told.whole()[0].document or {}
+        document = whole_incidents(told.folder)[0].document or {}
         return document if "progress_returned" in events_of(document) else {}
 
     told.hung[place, way] = Hung(secs, stored.document or {}, wait_until(over, "it goes on", LONG), answer())

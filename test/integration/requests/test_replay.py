@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import SCHEDULER, run_kit, serving
+from integration.scenario import SCHEDULER, run_kit, serving, whole_incidents
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel.server_address import Address
 from sglang_crashkit.replay.server import send
 from unit.support.waiting import wait_until
@@ -100,7 +99,7 @@ def crashed(tmp_path: Path) -> Path:
             # So that there is an order.
             time.sleep(0.1)
         os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
-        wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it ended")
+        wait_until(lambda: whole_incidents(folder), "it ended")
         with suppress(subprocess.TimeoutExpired):
             server.popen.wait(ANSWER_S)
     return folder

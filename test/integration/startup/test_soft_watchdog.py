@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from integration.faults import DETOKENIZER as STUCK
-from integration.scenario import serving
-from sglang_crashkit.incident.store import find_incidents
+from integration.scenario import serving, whole_incidents
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
@@ -24,7 +23,7 @@ LONG = 180.0
 
 def timeouts(folder: Path, title: str = "") -> list[dict[str, Any]]:
     """Return the finished incidents of watchdogs, of one process where it is named, oldest first."""
-    found = [stored.document for stored in find_incidents(folder) if stored.finished and stored.document]
+    found = [stored.document or {} for stored in whole_incidents(folder)]
     tripped = [document for document in found if document["trigger"]["event"] == "watchdog_timeout"]
     return [document for document in tripped if title in document["trigger"]["title"]][::-1]
 
