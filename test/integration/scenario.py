@@ -30,7 +30,7 @@ from sglang_crashkit.memory.ring import NAME as JOURNAL
 from sglang_crashkit.memory.ring import RingError
 from unit.support.server_driver import PATIENCE as PATIENCE
 from unit.support.targets import state_of
-from unit.support.waiting import wait_until
+from unit.support.waiting import wait_until, watched_pids
 
 #: For ``params``: a plain run takes the newest release, ``scripts/test --matrix`` the older ones.
 RELEASES = (
@@ -318,20 +318,9 @@ def handler_pid(server: ManagedProcess) -> int:
 
 def handlers_of(server: ManagedProcess) -> list[int]:
     """Return the crash handlers that hold a pidfd of one of its processes."""
-    watched = {f"Pid:\t{process.pid}\n" for process in tree_of(server.pid)}
+    watched = {process.pid for process in tree_of(server.pid)}
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in pids if procfs.read_title(pid) == HANDLER and _watches(pid, watched)]
-
-
-def _watches(handler: int, watched: Collection[str]) -> bool:
-    for path in _entries(Path(f"/proc/{handler}/fdinfo")):
-        try:
-            text = path.read_text()
-        except OSError:
-            continue
-        if any(line in text for line in watched):
-            return True
-    return False
+    return [pid for pid in pids if procfs.read_title(pid) == HANDLER and watched & watched_pids(pid)]
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -16,7 +16,17 @@ import pytest
 
 from integration.crashes.whole import assert_whole
 from integration.faults import CRASH, SIGKILLED, TP1, wait
-from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, Sent, ask, handler_pid, journaled_rids, stopped, wreck
+from integration.scenario import (
+    EXIT_TIMEOUT_S,
+    PATIENCE,
+    Sent,
+    ask,
+    handler_pid,
+    journaled_rids,
+    rank_that_starts,
+    stopped,
+    wreck,
+)
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.cli.commands.status import find_running_servers
@@ -132,8 +142,7 @@ def test_a_rank_that_raises_is_told_before_the_server_ends(release: str, tmp_pat
 @pytest.mark.parametrize("release", LAUNCHES)
 def test_a_rank_that_is_killed_at_the_start_is_named(release: str, tmp_path: Path) -> None:
     with serving(release, tmp_path) as server:
-        wait_until(lambda: any(title == TP1 for _pid, title in server.processes()), "the rank starts", EXIT_TIMEOUT_S)
-        os.kill(server.pid_of(TP1), signal.SIGKILL)
+        os.kill(rank_that_starts(server, TP1, EXIT_TIMEOUT_S), signal.SIGKILL)
         status = server.popen.wait(EXIT_TIMEOUT_S)
     (stored,) = find_incidents(tmp_path)
     assert status == ServerExit.KILLED

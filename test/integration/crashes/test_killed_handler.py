@@ -17,7 +17,7 @@ import pytest
 from integration.crashes.whole import assert_saved
 from integration.faults import TP0 as SURVIVOR
 from integration.faults import TP1 as RANK
-from integration.scenario import Wreck, handler_pid, wreck
+from integration.scenario import Wreck, break_one, handler_pid
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.cli.main import main
@@ -90,19 +90,13 @@ def stage(request: pytest.FixtureRequest) -> Stage:
     return found
 
 
-def start(folder: Path, temporary: Path) -> Server:
-    arguments = ["--crash-dump-folder", str(folder)]
-    return Server.start(ensure_lane(RELEASE), tp=2, extra_args=arguments, env={"TMPDIR": str(temporary)})
-
-
 def wreck_at(stage: Stage, tmp_path: Path, temporary: Path) -> tuple[Wreck, StoredIncident]:
     """Return what was left of a server whose handler was killed at that stage, and the incident."""
     missed = []
     for attempt in range(ATTEMPTS):
         folder = tmp_path / str(attempt)
-        with start(folder, temporary) as server:
-            server.wait_ready()
-            left = wreck(server, folder, kill_at(stage, folder), requests=2)
+        env = {"TMPDIR": str(temporary)}
+        left = break_one(RELEASE, folder, kill_at(stage, folder), requests=2, tp=2, env=env)
         (found,) = find_incidents(folder)
         if stage.is_hit_by(found):
             return left, found
@@ -179,7 +173,8 @@ def test_a_killed_handlers_incident_is_finished_at_the_next_start(
     check_what_can_be_read(stage, found, left, capsys.readouterr().out)
     before = {path: path.read_bytes() for path in found.path.rglob("*") if path.is_file()}
 
-    with start(left.crash_folder, temporary) as server:
+    arguments, env = ["--crash-dump-folder", str(left.crash_folder)], {"TMPDIR": str(temporary)}
+    with Server.start(ensure_lane(RELEASE), tp=2, extra_args=arguments, env=env) as server:
         log = next(left.crash_folder.glob("*/crash_handler.log"))
         known = f"watching server {server.pid},"
         wait_until(lambda: known in log.read_text(), "the next server's handler is at work", START_S)

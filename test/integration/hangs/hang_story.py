@@ -16,7 +16,7 @@ from typing import Any
 from integration.faults import TP0 as WAITING
 from integration.faults import TP1 as VICTIM
 from integration.hangs.stuck_rank import StuckRank
-from integration.scenario import answers_of, handler_pid, stopped, whole_incidents, worked_on
+from integration.scenario import answers_of, handler_pid, rank_that_starts, stopped, whole_incidents, worked_on
 from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -73,12 +73,7 @@ class Story:
 
 def load_slowly(server: Server, told: Story) -> None:
     """Let one rank take longer to get ready than a hang would."""
-
-    def starting_rank() -> int:
-        time.sleep(0.1)
-        return next((pid for pid, title in server.processes() if title.startswith(VICTIM)), 0)
-
-    with stopped(wait_until(starting_rank, "a rank with its title", 2 * LONG)):
+    with stopped(rank_that_starts(server, VICTIM, 2 * LONG)):
         time.sleep(QUIET_SECS)
     server.wait_ready()
     told.quiet["loading"] = find_incidents(told.folder)

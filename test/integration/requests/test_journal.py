@@ -128,7 +128,7 @@ def kill_all(server: Server) -> None:
 
 def post(server: Server, body: dict[str, Any], **headers: str) -> None:
     """Ask with a key, and bear that it is cut off."""
-    headers |= {"Content-Type": "application/json", "Authorization": f"Bearer {SECRET}"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {SECRET}"} | headers
     call = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
     with (
         contextlib.suppress(OSError, ValueError, http.client.HTTPException),

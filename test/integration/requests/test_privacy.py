@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from integration.faults import CRASH
-from integration.requests.test_journal import SECRET as API_KEY
 from integration.requests.test_journal import post
 from integration.scenario import EXIT_TIMEOUT_S, run_in_lane, serving
 from lanelib.lanes import Lane
@@ -19,7 +18,7 @@ from unit.support.stored import wait_for_incident
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-VARIABLE, HEADER = "canary-variable-9d2e", "canary-header-77aa"
+API_KEY, VARIABLE, HEADER = "canary-argument-5b1c", "canary-variable-9d2e", "canary-header-77aa"
 PROMPT = "canary prompt 30f4: sing of the mine"
 READ_PICKLE = """
 import json, pickle, sys
@@ -58,7 +57,8 @@ def left(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Left:
     options = ("--api-key", API_KEY, f"--admin-api-key={API_KEY}-admin", "--log-requests")
     with serving(lane, folder, *options, env=CRASH | {"OTHER_SERVICE_TOKEN": VARIABLE}) as server:
         asked = (server, {"text": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}})
-        client = threading.Thread(target=post, args=asked, kwargs={"X-Secret-Token": HEADER}, daemon=True)
+        headers = {"Authorization": f"Bearer {API_KEY}", "X-Secret-Token": HEADER}
+        client = threading.Thread(target=post, args=asked, kwargs=headers, daemon=True)
         client.start()
         server.popen.wait(timeout=EXIT_TIMEOUT_S)
         client.join(timeout=EXIT_TIMEOUT_S)
