@@ -331,6 +331,13 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
+def shared_memory_of(server: ManagedProcess) -> set[str]:
+    """Return the names of the files in ``/dev/shm`` that a server's processes map."""
+    maps = (procfs.read_maps(process.pid).decode(errors="replace") for process in tree_of(server.pid))
+    names = {line.partition("/dev/shm/")[2] for text in maps for line in text.splitlines()}
+    return {name for name in names if name and not name.endswith(" (deleted)")}
+
+
 def incidents_of(folder: Path) -> list[StoredIncident]:
     """Return the incidents below a crash folder, which the server may not have made."""
     return find_incidents(folder) if folder.is_dir() else []

@@ -41,9 +41,6 @@ class ProcessDiedDuringTestError(BaseException):
     """
 
 
-_DEATHS = (ProcessDiedError, ProcessDiedDuringTestError)
-
-
 @dataclass(eq=False)
 class Guard:
     """A watch, and which tests depend on it."""
@@ -134,7 +131,8 @@ class FailByName:
         """Name the dead process as the cause where the test failed of its consequences first."""
         report = yield
         cause = call.excinfo.value if call.excinfo is not None else None
-        if not report.failed or report.when == "teardown" or isinstance(cause, _DEATHS):
+        is_told = isinstance(cause, (ProcessDiedError, ProcessDiedDuringTestError))
+        if not report.failed or report.when == "teardown" or is_told:
             return report
         for guard in self._guards:
             guard.watcher.settle()

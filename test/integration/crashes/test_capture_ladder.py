@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -15,20 +13,17 @@ from integration.faults import DETOKENIZER, send
 from integration.faults import TP0 as FIRST
 from integration.faults import TP1 as SECOND
 from integration.import_hook import write_site
-from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, Wreck, break_one, wreck
-from lanelib.lanes import ensure_lane
+from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, Wreck, break_one
 from lanelib.servers import Server
-from unit.support.targets import make_tool, state_of
+from unit.support.targets import UNDUMPABLE, make_tool, state_of, unprivileged
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-PR_CAPBSET_DROP, CAP_SYS_PTRACE = 24, 19
 #: What every Python of the server runs first: no one may trace it without the capability, and SIGUSR2 makes it hold its
 #: GIL in C for ever, as a stuck extension does.
-UNTRACEABLE = """
-import ctypes, pathlib, signal
-ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+UNTRACEABLE = f"""{UNDUMPABLE}
+import pathlib, signal
 def hold_the_lock(*_):
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
@@ -110,7 +105,6 @@ def test_a_stopped_rank_stays_stopped_and_has_a_stack(tmp_path: Path) -> None:
 
 
 def test_without_permission_to_trace_every_rung_below_py_spy_delivers(release: str, tmp_path: Path) -> None:
-    folder, lane = tmp_path / "crash", ensure_lane(release)
     env = PATIENCE | write_site(tmp_path, UNTRACEABLE)
 
     def fault(server: Server) -> None:
@@ -119,11 +113,7 @@ def test_without_permission_to_trace_every_rung_below_py_spy_delivers(release: s
         wait_until((tmp_path / "holds").exists, "the rank holds the GIL", EXIT_TIMEOUT_S)
         os.kill(server.pid_of(SECOND), signal.SIGKILL)
 
-    with without_capability(
-        lambda: Server.start(lane, tp=2, extra_args=["--crash-dump-folder", str(folder)], env=env)
-    ) as server:
-        server.wait_ready()
-        left = wreck(server, folder, fault)
+    left = break_one(release, tmp_path / "crash", fault, tp=2, env=env, prefix=unprivileged([]))
     held = left.evidence(FIRST, "stack")
     assert (held["status"], held["source"]) == ("captured", "faulthandler"), held
     assert "the GIL is not to be had" in held["reason"]
@@ -133,18 +123,3 @@ def test_without_permission_to_trace_every_rung_below_py_spy_delivers(release: s
     assert (free["status"], free["source"]) == ("captured", "in-process"), free
     assert left.report(SECOND)["exit"]["signal"] == "SIGKILL"
     assert left.left == []
-
-
-def without_capability(start: object) -> Server:
-    """Start a server that has no capability to trace; a bounding set belongs to the thread that starts it."""
-    started: list[Server] = []
-
-    def run() -> None:
-        if os.geteuid() == 0:
-            assert ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_SYS_PTRACE, 0, 0, 0) == 0
-        started.append(start())  # type: ignore[operator]
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    return started[0]

@@ -26,7 +26,7 @@ from integration.faults import DETOKENIZER, STACKS_SIGNAL, write_site
 from integration.faults import TP0 as FIRST
 from integration.faults import TP1 as SECOND
 from integration.hangs.stuck_rank import StuckRank
-from integration.scenario import Wreck, answers_of, handler_pid, serving, worked_on, wreck
+from integration.scenario import Wreck, answers_of, handler_pid, serving, shared_memory_of, worked_on, wreck
 from lanelib.servers import Server, opener
 from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -68,7 +68,7 @@ class Story:
     health: list[tuple[float, float, int]] = field(default_factory=list)
     late_answer: list[int] = field(default_factory=list)  # what the request that waited for the rank was answered
     open_files: set[int] = field(default_factory=set)  # what the crash handler had open, by inode
-    shared_memory: list[str] = field(default_factory=list)  # what the server had in /dev/shm before it ended
+    shared_memory: set[str] = field(default_factory=set)  # what the server had in /dev/shm before it ended
     left: Wreck | None = None  # what was left in the end
     decoy: tuple[int, bool] = (0, False)  # its pid, and whether it lived when all was over
 
@@ -192,17 +192,6 @@ def open_inodes(pid: int) -> set[int]:
         with contextlib.suppress(OSError):
             found.add(entry.stat().st_ino)
     return found
-
-
-def shared_memory_of(server: Server) -> list[str]:
-    """Return the files in /dev/shm that the server's processes map."""
-    found = set()
-    for pid, _title in server.processes():
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            name = line.partition("/dev/shm/")[2]
-            if name and not name.endswith(" (deleted)"):
-                found.add(name)
-    return sorted(found)
 
 
 def evidence_of(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:

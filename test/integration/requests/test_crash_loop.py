@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from sglang_crashkit.incident.retention import size_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.settings import MB
+from unit.support.waiting import wait_until
 
 #: How often it crashes.
 CRASHES = int(os.environ.get("SGLANG_CRASHKIT_TEST_CRASHES", "10"))
@@ -93,12 +93,16 @@ def crash(folder: Path, temporary: Path, number: int) -> Crash:
             pid = server.pid_of(RANK)
         else:
             is_titled = number % IS_TITLED_EVERY == 0
-            pid = rank_that_starts(server, RANK, START_S) if is_titled else wait_for(server, started_rank)
+            pid = (
+                rank_that_starts(server, RANK, START_S)
+                if is_titled
+                else wait_until(lambda: started_rank(server), "a rank starts", START_S)
+            )
         known = [member.process for member in members_of(server)]
         began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         # It is there before the first rank, but may have to wait for a processor.
-        handler = read_process(wait_for(server, lambda its: next(iter(handlers_of(its)), None)))
+        handler = read_process(wait_until(lambda: handlers_of(server), "a handler watches", START_S)[0])
         assert handler is not None
         status = server.popen.wait(timeout=EXIT_S)
         seconds = time.monotonic() - began
@@ -110,20 +114,12 @@ def crash(folder: Path, temporary: Path, number: int) -> Crash:
     )
 
 
-def wait_for(server: Server, find: Callable[[Server], int | None]) -> int:
-    deadline = time.monotonic() + START_S
-    while (found := find(server)) is None:
-        assert server.popen.poll() is None, server.log_tail()
-        assert time.monotonic() < deadline, f"not within {START_S:g} s"
-        time.sleep(0.02)
-    return found
-
-
 def started_rank(server: Server) -> int | None:
     """Return the second process that the server starts for itself, as soon as it is there.
 
     Killed then, multiprocessing reaps it when it starts the third, and the crash handler may never have seen it.
     """
+    assert server.popen.poll() is None, server.log_tail()
     children = sorted(
         (process for process in tree_of(server.pid) if process.parent == server.pid),
         key=lambda its: (its.started, its.pid),
