@@ -233,7 +233,7 @@ class Cluster(Daemon):
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
         host = socket.gethostname().split(".")[0]
-        ports = _free_ports(1 + len(NODES))
+        ports = [free_port() for _ in ("slurmctld", *NODES)]
         nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000 State=UNKNOWN"
             for node, port in zip(NODES, ports[1:], strict=True)
@@ -274,10 +274,3 @@ class Cluster(Daemon):
         )
         # A state that ends with a star is that of a node which does not answer.
         return done.stdout.strip() in {"idle", "mixed", "allocated", "completing"}
-
-
-def _free_ports(count: int) -> list[int]:
-    ports: set[int] = set()
-    while len(ports) < count:
-        ports.add(free_port())
-    return list(ports)

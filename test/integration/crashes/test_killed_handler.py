@@ -84,12 +84,6 @@ def kill_at(stage: Stage, folder: Path) -> Callable[[Server], None]:
     return fault
 
 
-@pytest.fixture(params=STAGES, ids=lambda stage: stage.name)
-def stage(request: pytest.FixtureRequest) -> Stage:
-    found: Stage = request.param
-    return found
-
-
 def wreck_at(stage: Stage, tmp_path: Path, temporary: Path) -> tuple[Wreck, StoredIncident]:
     """Return what was left of a server whose handler was killed at that stage, and the incident."""
     missed = []
@@ -164,6 +158,7 @@ def check_what_is_finished(stage: Stage, found: StoredIncident, left: Wreck) -> 
     assert_saved([str(saved)], left.sent)
 
 
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_killed_handlers_incident_is_finished_at_the_next_start(
     stage: Stage, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

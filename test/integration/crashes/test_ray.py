@@ -28,7 +28,7 @@ from integration.scenario import (
     stopped,
     whole_incidents,
 )
-from lanelib.lanes import Lane, ensure_lane
+from lanelib.lanes import ensure_lane
 from lanelib.procs import tree_of
 from lanelib.servers import ManagedProcess, command_of, free_port, parallel_env
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -67,7 +67,17 @@ def serving(
     env |= {"SGLANG_CRASHKIT_HANG_SECS": str(HANG_SECS), "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     site = write_site(folder, SITE_CODE + cpu, "torch.cuda")
     # The path of a socket may have so many bytes only.
-    with tempfile.TemporaryDirectory(prefix="ck-ray-") as short, _cluster(lane, Path(short), env | site) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="ck-ray-") as short,
+        ManagedProcess(
+            "ray-cluster",
+            [lane.python, "-c", CLUSTER, short],
+            env=env | site,
+            host="127.0.0.1",
+            port=free_port(),
+        ) as cluster,
+    ):
+        wait_until(lambda: "\ncluster " in f"\n{cluster.log_path.read_text()}", "the cluster is up", EXIT_TIMEOUT_S)
         address = re.findall(r"^cluster (\S+)", cluster.log_path.read_text(), re.MULTILINE)[0]
         script, port = folder / "server.py", free_port()
         script.write_text(SERVER.format(address=address))
@@ -76,14 +86,6 @@ def serving(
         argv += ["--use-ray", "--nccl-port", str(free_port()), "--crash-dump-folder", str(crash_folder)]
         with ManagedProcess(f"ray-{lane.name}", argv, env=env | site, host="127.0.0.1", port=port) as server:
             yield server, cluster
-
-
-@contextmanager
-def _cluster(lane: Lane, folder: Path, env: Mapping[str, str]) -> Iterator[ManagedProcess]:
-    argv = [lane.python, "-c", CLUSTER, folder]
-    with ManagedProcess("ray-cluster", argv, env=env, host="127.0.0.1", port=free_port()) as cluster:
-        wait_until(lambda: "\ncluster " in f"\n{cluster.log_path.read_text()}", "the cluster is up", EXIT_TIMEOUT_S)
-        yield cluster
 
 
 def rank_of(server: ManagedProcess, number: int) -> int:

@@ -88,27 +88,6 @@ def test_without_its_socket_it_serves_and_the_handler_ends_it(
     assert left.incident["verdict"]["first_failure"]["title"] == SCHEDULER
 
 
-def test_an_unusable_crash_folder_costs_neither_end_nor_evidence(
-    release: str, tmp_path: Path, temporary: Path, env: dict[str, str]
-) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    with serving(release, tmp_path / "file" / "crash", env=env) as server:
-        answers_of(server)
-        left = wreck(server, temporary, send(SCHEDULER), requests=1)
-    assert left.left == []
-    assert left.status == ServerExit.KILLED
-    # Upstream's server is there, and useless, 100 s later.
-    assert left.seconds_to_exit < SOON_S
-    assert "cannot be used" in left.log
-    fallback = next(temporary.glob("sglang-crashkit-*"))
-    assert f"Not a directory: '{tmp_path}/file/crash" in left.log
-    incidents = find_incidents(fallback)
-    assert len(incidents) == 1
-    requests = (incidents[0].document or {})["requests"]
-    assert Path(requests["path"]).is_relative_to(fallback)
-    assert requests["unfinished"] == 1
-
-
 def test_sigterm_lets_a_healthy_server_answer_without_an_incident(
     release: str, tmp_path: Path, temporary: Path, env: dict[str, str]
 ) -> None:
