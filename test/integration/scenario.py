@@ -122,14 +122,19 @@ class Wreck:
         return (self.folder / self.evidence(title, kind)["path"]).read_text()
 
 
-@contextlib.contextmanager
-def serving(lane: Lane | str, folder: Path, *options: str, **how: Any) -> Iterator[Server]:
-    """Run a server of a lane, or of a patched release, until the end of the block, and yield it once it is ready.
+def start(lane: Lane | str, folder: Path, *options: str, **how: Any) -> Server:
+    """Start a server of a lane, or of a patched release, whose incidents go to `folder`.
 
-    Its incidents go to `folder`; `options` are more of its arguments, `how` is for `Server.start`.
+    `options` are more of its arguments, `how` is for `Server.start`.
     """
     lane = ensure_lane(lane) if isinstance(lane, str) else lane
-    with Server.start(lane, extra_args=["--crash-dump-folder", str(folder), *options], **how) as server:
+    return Server.start(lane, extra_args=["--crash-dump-folder", str(folder), *options], **how)
+
+
+@contextlib.contextmanager
+def serving(lane: Lane | str, folder: Path, *options: str, **how: Any) -> Iterator[Server]:
+    """Run a server, see `start`, until the end of the block, and yield it once it is ready."""
+    with start(lane, folder, *options, **how) as server:
         server.wait_ready()
         yield server
 
@@ -210,7 +215,7 @@ def break_one(
     breaks_by_itself: bool = False,
     **how: Any,
 ) -> Wreck:
-    """Break a server, which is started for that as `serving` does; see `wreck`."""
+    """Break a server that is run for that; see `serving` and `wreck`."""
     with serving(lane, folder, *options, **how) as server:
         return wreck(server, folder, fault, requests=requests, breaks_by_itself=breaks_by_itself)
 

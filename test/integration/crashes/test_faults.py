@@ -14,8 +14,7 @@ import pytest
 from integration.crashes.whole import assert_whole, times_of
 from integration.faults import FAULTS, HANG_S, HOARD_SIGNAL, TP1, Fault, wait, write_site
 from integration.memory_group import MemoryGroup, NoMemoryGroupError, memory_group
-from integration.scenario import PATIENCE, Wreck, break_one, wreck
-from lanelib.lanes import ensure_lane
+from integration.scenario import PATIENCE, Wreck, break_one, start, wreck
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY
 from sglang_crashkit.kernel import procfs
@@ -129,9 +128,8 @@ def test_a_rank_that_the_oom_killer_ended_is_named_so(release: str, tmp_path: Pa
 
 
 def _starve(release: str, group: MemoryGroup, folder: Path) -> Wreck:
-    options = ["--crash-dump-folder", str(folder / "crash")]
     env = PATIENCE | write_site(folder / "site")
-    with Server.start(ensure_lane(release), tp=2, extra_args=options, env=env) as server:
+    with start(release, folder / "crash", tp=2, env=env) as server:
         # Before it imports anything, so that what its processes take is charged here.
         group.add(server.pid)
         server.wait_ready()

@@ -17,8 +17,7 @@ import pytest
 from integration.crashes.whole import assert_saved
 from integration.faults import TP0 as SURVIVOR
 from integration.faults import TP1 as RANK
-from integration.scenario import Wreck, break_one, handler_pid
-from lanelib.lanes import ensure_lane
+from integration.scenario import Wreck, break_one, handler_pid, start
 from lanelib.servers import Server
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.handler.unfinished import REASON
@@ -168,8 +167,7 @@ def test_a_killed_handlers_incident_is_finished_at_the_next_start(
     check_what_can_be_read(stage, found, left, capsys.readouterr().out)
     before = {path: path.read_bytes() for path in found.path.rglob("*") if path.is_file()}
 
-    arguments, env = ["--crash-dump-folder", str(left.crash_folder)], {"TMPDIR": str(temporary)}
-    with Server.start(ensure_lane(RELEASE), tp=2, extra_args=arguments, env=env) as server:
+    with start(RELEASE, left.crash_folder, tp=2, env={"TMPDIR": str(temporary)}) as server:
         log = next(left.crash_folder.glob("*/crash_handler.log"))
         known = f"watching server {server.pid},"
         wait_until(lambda: known in log.read_text(), "the next server's handler is at work", START_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from integration.requests.test_journal import holding
-from integration.scenario import SCHEDULER
+from integration.scenario import SCHEDULER, start
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import tree_of
 from lanelib.servers import Server, free_port, wait_all_ready
@@ -51,8 +51,7 @@ class Host:
     def start(self, lane: Lane, *prefix: str) -> Server:
         """Start a server in a container, below `prefix` there."""
         environment = {"TMPDIR": str(self.temporary), "HOSTNAME": HOST}
-        arguments = ["--crash-dump-folder", str(self.crash)]
-        return Server.start(lane, extra_args=arguments, env=environment, prefix=(*CONTAINER, *prefix))
+        return start(lane, self.crash, env=environment, prefix=(*CONTAINER, *prefix))
 
     @property
     def left(self) -> list[str]:

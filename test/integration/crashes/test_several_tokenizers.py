@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,7 @@ import pytest
 
 from integration.crashes.whole import assert_saved, assert_whole
 from integration.import_hook import write_site
-from integration.scenario import PATIENCE, SCHEDULER, Wreck, wreck
-from lanelib.lanes import ensure_lane
+from integration.scenario import PATIENCE, SCHEDULER, Wreck, serving, wreck
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 from unit.support.waiting import wait_until
@@ -67,25 +67,21 @@ def left(case: Case, release: str, tmp_path_factory: pytest.TempPathFactory) -> 
         if case.signum is not None:
             os.kill(server.pid_of(SCHEDULER), case.signum)
 
-    with start(release, folder, case.env) as server:
-        wait_ready(server)
+    with serving_by_workers(release, folder, case.env) as server:
         return wreck(server, folder, fault, requests=REQUESTS, breaks_by_itself=case.signum is None)
 
 
-def start(release: str, folder: Path, env: Mapping[str, str] = {}) -> Server:
-    arguments = ["--crash-dump-folder", str(folder), "--tokenizer-worker-num", str(WORKERS)]
+@contextmanager
+def serving_by_workers(release: str, folder: Path, env: Mapping[str, str] = {}) -> Iterator[Server]:
+    """A server whose workers are all there: it answers as soon as the first of them does."""
     env = PATIENT | PATIENCE | write_site(folder.with_name(f"{folder.name}-site"), SITE) | dict(env)
-    return Server.start(ensure_lane(release), extra_args=arguments, env=env)
+    with serving(release, folder, "--tokenizer-worker-num", str(WORKERS), env=env) as server:
 
+        def are_there() -> bool:
+            return sum(title.startswith(WORKER) for _pid, title in server.processes()) == WORKERS
 
-def wait_ready(server: Server) -> None:
-    """Wait for all workers: the server answers as soon as the first of them does."""
-    server.wait_ready()
-
-    def are_there() -> bool:
-        return sum(title.startswith(WORKER) for _pid, title in server.processes()) == WORKERS
-
-    wait_until(are_there, "every tokenizer worker has its title", LONG)
+        wait_until(are_there, "every tokenizer worker has its title", LONG)
+        yield server
 
 
 def test_the_server_ends_with_all_of_its_processes(case: Case, left: Wreck) -> None:
@@ -110,8 +106,7 @@ def test_every_process_has_a_stack_or_its_end(case: Case, left: Wreck) -> None:
 
 @pytest.mark.matrix
 def test_a_killed_supervisor_leaves_requests_and_every_workers_stack(release: str, tmp_path: Path) -> None:
-    with start(release, tmp_path) as server:
-        wait_ready(server)
+    with serving_by_workers(release, tmp_path) as server:
         left = wreck(server, tmp_path, lambda broken: os.kill(broken.pid, signal.SIGKILL), requests=REQUESTS)
     assert left.status == -signal.SIGKILL
     # Uvicorn's workers get no signal, with the kit or without it; the parent-death signal ends the scheduler.

@@ -10,9 +10,7 @@ import pytest
 
 from integration.hangs.hang_story import CHUNK, HANG_SECS, LONG_ANSWER, VICTIM, WAITING, Story, events_of, tell
 from integration.hangs.stuck_rank import StuckRank
-from integration.scenario import PATIENCE
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from integration.scenario import PATIENCE, start
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -27,10 +25,9 @@ BUSY = 0.5
 @pytest.fixture(scope="module")
 def story(release: str, tmp_path_factory: pytest.TempPathFactory) -> Story:
     told, stuck = Story(tmp_path_factory.mktemp("crash")), StuckRank(tmp_path_factory.mktemp("stuck"))
-    arguments = ["--crash-dump-folder", str(told.folder), "--chunked-prefill-size", str(CHUNK)]
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}"} | PATIENCE | stuck.environ
     spins = release != SLEEPS
-    with Server.start(ensure_lane(release), tp=2, extra_args=arguments, env=environ, spins=spins) as server:
+    with start(release, told.folder, "--chunked-prefill-size", str(CHUNK), tp=2, env=environ, spins=spins) as server:
         tell(server, told, stuck, full=release == FULL)
     return told
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from integration.faults import TP1 as RANK
-from integration.scenario import handlers_of, left_of, members_of, rank_that_starts
-from lanelib.lanes import ensure_lane
+from integration.scenario import handlers_of, left_of, members_of, rank_that_starts, start
 from lanelib.procs import read_process, tree_of
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -85,8 +84,7 @@ def crash(folder: Path, temporary: Path, number: int) -> Crash:
     """Start a server, kill its rank 1 and wait for the end."""
     serves = number % SERVES_EVERY == 0
     environment = {"TMPDIR": str(temporary), "SGLANG_CRASHKIT_MAX_USE_MB": str(MAX_USE_MB)}
-    arguments = ["--crash-dump-folder", str(folder)]
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=arguments, env=environment) as server:
+    with start("0.5.23", folder, tp=2, env=environment) as server:
         if serves:
             server.wait_ready()
             server.generate(max_new_tokens=2, timeout_s=120)

@@ -13,9 +13,7 @@ import pytest
 
 from integration.crashes.whole import assert_ends, assert_present, assert_told, times_of
 from integration.import_hook import write_site
-from integration.scenario import PATIENCE, SCHEDULER, Member, left_of, members_of, rank_that_starts, serving
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from integration.scenario import PATIENCE, SCHEDULER, Member, left_of, members_of, rank_that_starts, serving, start
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 from unit.support.server_driver import piece_of
@@ -89,24 +87,21 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Death]:
     folder = tmp_path_factory.mktemp("crash")
-    arguments = ["--crash-dump-folder", str(folder)]
-    with Server.start(ensure_lane(case.release), extra_args=arguments, env=PATIENCE, **case.parallel) as server:  # type: ignore[arg-type]
+    with start(case.release, folder, env=PATIENCE, **case.parallel) as server:
         pid = rank_that_starts(server, case.victim, TITLE_TIMEOUT_S)
         members = members_of(server)
         os.kill(pid, signal.SIGKILL)
         status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
         left = left_of([server], [member.process for member in members])
         log = server.log_path.read_text(errors="replace")
-        (stored,) = find_incidents(folder)
-        yield Death(pid, status, log, only_incident(folder), stored.path, members, left)
+        path, document = only_incident(folder)
+        yield Death(pid, status, log, document, path, members, left)
 
 
-def only_incident(folder: Path) -> dict[str, Any]:
-    stored = find_incidents(folder)
-    assert len(stored) == 1, [str(one.path) for one in stored]
-    document = stored[0].document
-    assert document is not None
-    return document
+def only_incident(folder: Path) -> tuple[Path, dict[str, Any]]:
+    (stored,) = find_incidents(folder)
+    assert stored.document is not None
+    return stored.path, stored.document
 
 
 def test_the_server_ends_and_nothing_of_it_is_left(death: Death) -> None:
@@ -144,12 +139,11 @@ def test_every_process_of_the_server_has_a_stack_or_ended(death: Death) -> None:
 @pytest.mark.matrix
 def test_a_rank_that_raises_while_loading_is_named(release: str, tmp_path: Path) -> None:
     # The tiny model has no weights but those that the test's servers make up.
-    options = ["--crash-dump-folder", str(tmp_path), "--load-format", "auto"]
-    with Server.start(ensure_lane(release), extra_args=options) as server:
+    with start(release, tmp_path, "--load-format", "auto") as server:
         assert server.popen.wait(timeout=TITLE_TIMEOUT_S) == ServerExit.FAILED_START
-        incident = only_incident(tmp_path)
+        path, incident = only_incident(tmp_path)
     assert incident["kind"] in ("exception", "failed_start")
-    (text,) = exceptions_of(incident, tmp_path, SCHEDULER)
+    (text,) = exceptions_of(incident, path, SCHEDULER)
     assert "Cannot find any model weights" in text
 
 
@@ -159,8 +153,8 @@ def test_a_rank_that_raises_before_serving_is_named(release: str, tmp_path: Path
     with serving(release, tmp_path / "crash", env=env, spins=True) as server:
         os.kill(server.pid_of(SCHEDULER), signal.SIGUSR2)
         assert server.popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.RAISED
-        incident = only_incident(tmp_path / "crash")
-    (text,) = exceptions_of(incident, tmp_path / "crash", SCHEDULER)
+        path, incident = only_incident(tmp_path / "crash")
+    (text,) = exceptions_of(incident, path, SCHEDULER)
     assert "before the first request" in text
     for process in incident["processes"]:
         if process["role"] not in ("helper", "scheduler"):
@@ -171,7 +165,6 @@ def exceptions_of(incident: dict[str, Any], folder: Path, title: str) -> list[st
     """Return what the exceptions of the process with this title say, which the verdict must name."""
     assert incident["verdict"]["first_failure"]["title"] == title
     assert incident["verdict"]["kind"] == "exception"
-    (stored,) = find_incidents(folder)
     pieces = [piece for process in incident["processes"] if process["title"] == title for piece in process["evidence"]]
     assert {piece["status"] for piece in pieces if piece["kind"] == "exception"} == {"captured"}
-    return [(stored.path / piece["path"]).read_text() for piece in pieces if piece["kind"] == "exception"]
+    return [(folder / piece["path"]).read_text() for piece in pieces if piece["kind"] == "exception"]

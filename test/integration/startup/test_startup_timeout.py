@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from integration.faults import TP0, TP1
-from integration.scenario import PATIENCE
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from integration.scenario import PATIENCE, start
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 
@@ -42,7 +40,7 @@ def end_at(limit_s: float, folder: Path, *, patiently: bool) -> Ended | None:
     """Start a server that gives up at the limit; return None where the ranks are late, unless `patiently`."""
     began = launched = time.monotonic()
     env = ENV | {"SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS": str(limit_s)}
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=["--crash-dump-folder", str(folder)], env=env) as server:
+    with start("0.5.23", folder, tp=2, env=env) as server:
         while not patiently and server.popen.poll() is None:
             log = server.log_path.read_text(errors="replace")
             launched = launched if LAUNCHING in log else time.monotonic()
