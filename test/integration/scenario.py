@@ -353,6 +353,11 @@ def whole_incidents(folder: Path) -> list[StoredIncident]:
     return [stored for stored in incidents_of(folder) if stored.finished and stored.document]
 
 
+def wait_for_incident(folder: Path, timeout_s: float) -> StoredIncident:
+    """Wait until there is a whole incident below a crash folder, and return the newest."""
+    return wait_until(lambda: whole_incidents(folder), f"an incident below {folder} is whole", timeout_s)[0]
+
+
 def ask(server: ManagedProcess, sent: Sent, tokens: int = 4000) -> threading.Thread:
     """Ask for what takes longer than the test, in a thread of its own, and bear that it is cut off."""
     return server.ask_later("generate", greedy(sent.text, tokens, rid=sent.rid), EXIT_TIMEOUT_S)

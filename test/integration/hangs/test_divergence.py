@@ -18,9 +18,8 @@ import pytest
 
 from integration.hangs import astray_rank, cpu_kernels
 from integration.hangs.hang_story import LONG
-from integration.scenario import run_kit, serving
+from integration.scenario import run_kit, serving, wait_for_incident
 from lanelib.servers import Server, opener
-from unit.support.stored import wait_for_incident
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]

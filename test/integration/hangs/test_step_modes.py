@@ -15,12 +15,11 @@ import pytest
 from integration.hangs import cpu_kernels
 from integration.hangs.hang_story import LONG
 from integration.hangs.test_divergence import Asked
-from integration.scenario import serving
+from integration.scenario import serving, wait_for_incident
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import parallel_env
 from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.model.step import Step
-from unit.support.stored import wait_for_incident
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1800)]

