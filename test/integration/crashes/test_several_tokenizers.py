@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from integration.crashes.whole import assert_saved, assert_whole
+from integration.faults import send, wait
 from integration.import_hook import write_site
 from integration.scenario import PATIENCE, SCHEDULER, Wreck, serving, wreck
 from lanelib.servers import Server
@@ -62,11 +63,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def left(case: Case, release: str, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     folder = tmp_path_factory.mktemp("crash")
-
-    def fault(server: Server) -> None:
-        if case.signum is not None:
-            os.kill(server.pid_of(SCHEDULER), case.signum)
-
+    fault = wait if case.signum is None else send(SCHEDULER, case.signum)
     with serving_by_workers(release, folder, case.env) as server:
         return wreck(server, folder, fault, requests=REQUESTS, breaks_by_itself=case.signum is None)
 

@@ -25,8 +25,9 @@ import pytest
 from integration.faults import DETOKENIZER, STACKS_SIGNAL, write_site
 from integration.faults import TP0 as FIRST
 from integration.faults import TP1 as SECOND
+from integration.hangs.hang_story import have_answered
 from integration.hangs.stuck_rank import StuckRank
-from integration.scenario import Wreck, answers_of, handler_pid, serving, shared_memory_of, worked_on, wreck
+from integration.scenario import Wreck, answers_of, handler_pid, serving, shared_memory_of, wreck
 from lanelib.servers import Server, opener
 from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -148,17 +149,11 @@ def flood(server: Server, temporary: Path) -> None:
 def sleep_and_be_traced(server: Server, stuck: StuckRank, told: Story) -> None:
     """Have a rank sleep in the kernel in the middle of a request, with the detokenizer traced, until it was noticed."""
     rank, detokenizer = server.pid_of(FIRST), server.pid_of(DETOKENIZER)
-    answers: list[list[int]] = []
-    asking = threading.Thread(
-        target=lambda: answers.append(server.generate("Hello", max_new_tokens=400, timeout_s=LONG)["output_ids"])
-    )
     over = threading.Event()
     checking = threading.Thread(target=check_health, args=(server, told.health, over))
     with traced(detokenizer):
         told.tracers.append(procfs.read_tracer(detokenizer))
-        log_from = server.log_path.stat().st_size
-        asking.start()
-        wait_until(lambda: worked_on(server, log_from), "the request is worked on", LONG)
+        answer = have_answered(server, 400)
         checking.start()
         stuck.stick(rank, "sleep_in_kernel")
         try:
@@ -169,11 +164,10 @@ def sleep_and_be_traced(server: Server, stuck: StuckRank, told: Story) -> None:
             told.tracers.append(procfs.read_tracer(detokenizer))
         finally:
             stuck.release(rank, "sleep_in_kernel")
-    asking.join(LONG)
+    told.late_answer = answer()
     wait_until(lambda: all(one.finished for one in find_incidents(told.fallback)), "it is finished", LONG)
     over.set()
     checking.join(LONG)
-    told.late_answer = answers[0] if answers else []
     (only,) = find_incidents(told.fallback)
     assert only.document is not None
     told.observed, told.observed_folder = only.document, only.path

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integration.faults import DETOKENIZER as STUCK
+from integration.hangs.hang_story import ask_later
 from integration.scenario import serving, whole_incidents
 from unit.support.waiting import wait_until
 
@@ -35,10 +35,9 @@ def test_a_process_stuck_after_a_slow_start_is_named(tmp_path: Path) -> None:
         before = timeouts(tmp_path)
         # The tokenizer manager tripped while the ranks got ready, which is a finished incident of its own.
         assert {document["trigger"]["pid"] for document in before} >= {server.popen.pid}
-        asked = threading.Thread(target=server.generate, args=("Hello",), kwargs={"max_new_tokens": 4})
-        asked.start()
+        answer = ask_later(server, 4)
         first = wait_until(lambda: timeouts(tmp_path, STUCK), "the stuck process has an incident", LONG)[0]
-        asked.join(LONG)
+        assert len(answer()) == 4
         pid = server.pid_of(STUCK)
         assert server.popen.poll() is None
     assert first["trigger"]["pid"] == pid
