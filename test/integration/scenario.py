@@ -157,11 +157,9 @@ def wreck(
     Where it breaks by itself once it works on them, its schedulers are held until all have arrived.
     """
     members = members_of(server)
-    handlers = handlers_of(server)
     pids = {member.title: member.pid for member in members if "::" in member.title}
-    pids[HANDLER] = handlers[0] if handlers else 0
     known = [member.process for member in members]
-    known += [process for pid in handlers if (process := read_process(pid)) is not None]
+    known += [process for pid in handlers_of(server) if (process := read_process(pid)) is not None]
     sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]
     rids, log_size = {request.rid for request in sent}, server.log_path.stat().st_size
     ranks = [pid for pid, title in server.processes() if breaks_by_itself and title.startswith(SCHEDULER)]

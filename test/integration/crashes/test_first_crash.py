@@ -12,20 +12,14 @@ from integration.crashes.whole import assert_whole
 from integration.faults import TP0 as SURVIVOR
 from integration.faults import TP1 as VICTIM
 from integration.faults import send
-from integration.scenario import PATIENCE, PROMPTS, Wreck, answers_of, run_in_lane, serving, wreck
+from integration.requests.test_journal import READ_PICKLE
+from integration.scenario import PATIENCE, PROMPTS, Sent, Wreck, answers_of, run_in_lane, serving, wreck
 from lanelib.lanes import Lane, ensure_lane
 from sglang_crashkit.incident.exit_status import ServerExit
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 REQUESTS = 3
-READ_PICKLE = """
-import pickle, sys, json
-with open(sys.argv[1], "rb") as file:
-    data = pickle.load(file)
-requests = [(request[0].rid, request[0].text) for request in data["requests"]]
-print(json.dumps({"keys": sorted(data), "requests": requests, "shape": len(data["requests"][0])}))
-"""
 
 
 @dataclass(frozen=True)
@@ -155,11 +149,10 @@ def test_the_requests_in_flight_were_saved_where_upstream_saves_them(crash: Cras
     # The file holds SGLang's own classes, and the kit's server wrote it.
     content = run_in_lane(crash.lane, READ_PICKLE, path)
     assert {"server_args", "requests", "launch_command"} <= set(content["keys"])
-    in_flight = [[request.rid, request.text] for request in crash.wreck.sent]
-    # They were sent side by side.
-    assert sorted(request for request in content["requests"] if request in in_flight) == sorted(in_flight)
-    assert sorted(text for _rid, text in content["requests"]) == sorted([*PROMPTS, *(text for _rid, text in in_flight)])
-    assert content["shape"] == 4
+    in_flight, saved = crash.wreck.sent, {Sent(one["rid"], one["text"]) for one in content["requests"]}
+    assert saved >= set(in_flight)
+    assert sorted(one.text for one in saved) == sorted([*PROMPTS, *(one.text for one in in_flight)])
+    assert content["shapes"] == [4] * len(saved)
 
 
 def test_what_is_missing_has_a_reason_and_the_timeline_is_in_order(crash: Crash) -> None:
