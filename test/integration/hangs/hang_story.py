@@ -22,6 +22,7 @@ from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.judge.activity import bare
 from sglang_crashkit.model.sample import main_thread
+from unit.support.server_driver import events_of
 from unit.support.targets import state_of
 from unit.support.waiting import wait_until
 
@@ -248,8 +249,3 @@ def have_answered(server: Server, max_new_tokens: int) -> Callable[[], list[int]
     answer = ask_later(server, max_new_tokens)
     wait_until(lambda: worked_on(server, log_from), "the ranks work on the request", LONG)
     return answer
-
-
-def events_of(document: dict[str, Any]) -> list[str]:
-    """Return the events of an incident, in order of time."""
-    return [entry["event"] for entry in document["timeline"]]

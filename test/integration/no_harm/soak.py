@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from integration.faults import STACKS_SIGNAL, write_site
-from integration.scenario import HANDLER
+from integration.scenario import HANDLER, members_of
 from lanelib.lanes import Lane
 from lanelib.procs import Process, alive, all_processes, send, title_of, tree_of, wait_gone, watchers_of
 from lanelib.servers import Server, wait_all_ready
@@ -135,7 +135,7 @@ class _Soak:
         for side in self.sides:
             for number in range(WARM_UP):
                 ask(side.server, self.seed, -1 - number)
-            side.members = [one for one in tree_of(side.server.pid) if _lasts(title_of(one.pid))]
+            side.members = [one.process for one in members_of(side.server) if one.lasts]
         self.handler = self._find_handler()
         self.began = time.monotonic()
         threads = [threading.Thread(target=target, daemon=True) for target in (self._ask, self._sample)]
@@ -299,11 +299,6 @@ class _Soak:
 
 def _incidents_in(crash_folder: Path) -> list[Path]:
     return list(crash_folder.glob("*/incidents/[!.]*/incident.json"))
-
-
-def _lasts(title: str) -> bool:
-    """Say whether a process with this title lives as long as its server; a compiler does not."""
-    return title.startswith("sglang::") or "sglang.launch_server" in title or "multiprocessing." in title
 
 
 def ask(server: Server, seed: int, number: int) -> list[int]:
