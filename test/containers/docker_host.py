@@ -22,14 +22,13 @@ import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from lanelib.commands import clean_environment
 from lanelib.lanes import Lane
 from lanelib.paths import ROOT
 from lanelib.procs import Process, read_process, send, wait_gone
 from lanelib.servers import ManagedProcess, command_of, free_port, parallel_env
-from unit.support.keeper import Keeper
+from unit.support.keeper import Daemon, Keeper
 from unit.support.server_driver import HOST
 from unit.support.waiting import wait_until
 
@@ -56,7 +55,7 @@ def why_not() -> str:
     return "" if os.geteuid() == 0 else "a Docker of its own needs root"
 
 
-class DockerHost:
+class DockerHost(Daemon):
     """A daemon without a network of its own; to be used as a context manager.
 
     Attributes:
@@ -69,19 +68,6 @@ class DockerHost:
         self._environ = {"PATH": _PATH, "HOME": str(self.folder), "DOCKER_HOST": f"unix://{self.folder}/sock"}
         self._keeper: Keeper | None = None
         self._daemon: Process | None = None
-
-    def __enter__(self) -> DockerHost:
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command of Docker's client that talks to this daemon."""

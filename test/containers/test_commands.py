@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ import pytest
 from containers.docker_host import DockerHost
 from containers.left import SCHEDULER, TP0, TP1, the_incident
 from integration.faults import ABORT_SIGNAL, ABORT_WORDS, write_site
+from integration.scenario import run_kit, stopped
 from lanelib.lanes import ensure_lane
 from lanelib.servers import wait_all_ready
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.kernel import procfs
-from unit.support.waiting import LONG, wait_until
+from unit.support.waiting import LONG
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1200)]
 
@@ -49,13 +48,8 @@ class Story:
     explained: dict[str, Any]  # what ``explain`` prints of the incident and of that log
 
 
-def run_kit(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sglang_crashkit", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=LONG_S, check=False)
-
-
-def document_of(done: subprocess.CompletedProcess[str], status: ExitCode = ExitCode.DONE) -> dict[str, Any]:
-    assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+def document_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == ExitCode.DONE, (done.returncode, done.stdout, done.stderr)
     return dict(json.loads(done.stdout))
 
 
@@ -81,16 +75,12 @@ def story(docker: DockerHost, folders: Sequence[Path]) -> Story:
         wait_all_ready([one, other])
         pids = {title: one.pid_of(title) for title in (TP0, TP1)} | {SCHEDULER: other.pid_of(SCHEDULER)}
         before = one.generate()["output_ids"]
-        os.kill(pids[TP1], signal.SIGSTOP)
-        try:
-            wait_until(lambda: getattr(procfs.read_stat(pids[TP1]), "state", "") == "T", "the rank is stopped")
+        with stopped(pids[TP1]):
             inside = document_of(one.execute("sglang-crashkit", *COLLECT, "-o", "/tmp/inside", timeout_s=LONG_S))
             outside = document_of(run_kit(*COLLECT, f"--pid={one.pid}", "-o", str(output / "outside")))
             via = shlex.join(docker.command("exec", "{host}"))
             hosts = f"--hosts={one.name},{other.name}"
             both = document_of(run_kit(*COLLECT, f"--via={via}", hosts, "-o", str(output / "both")))
-        finally:
-            os.kill(pids[TP1], signal.SIGCONT)
         after = one.generate(timeout_s=LONG_S)["output_ids"]
         os.kill(pids[TP1], ABORT_SIGNAL)
         status = one.popen.wait(LONG)
@@ -99,7 +89,7 @@ def story(docker: DockerHost, folders: Sequence[Path]) -> Story:
         )
         log = done.stdout.decode(errors="replace")
         folder, incident = the_incident(volume)
-        explained = document_of(run_kit("explain", "--json", "-", str(folder), stdin=log))
+        explained = document_of(run_kit("explain", "--json", "-", str(folder), input=log))
         names = (one.name, other.name)
         return Story(names, pids, inside, outside, both, (before, after), status, incident, log, explained)
 

@@ -23,9 +23,12 @@ USER = 1000
 LOCKED = ("--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges", f"--user={USER}")
 
 
+@pytest.mark.parametrize(("options", "user"), [((), os.geteuid()), (LOCKED, USER)], ids=["usual", "locked"])
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_killed_rank_ends_the_container_with_a_telling_status(docker: DockerHost, volume: Path, release: str) -> None:
-    with docker.serve(ensure_lane(release), volume) as server:
+def test_a_killed_rank_ends_the_container_with_a_telling_status(
+    docker: DockerHost, volume: Path, release: str, options: tuple[str, ...], user: int
+) -> None:
+    with docker.serve(ensure_lane(release), volume, *options) as server:
         begin(server)
         os.kill(server.pid_of(TP1), signal.SIGKILL)
         assert server.popen.wait(LONG) == ServerExit.KILLED
@@ -34,7 +37,7 @@ def test_a_killed_rank_ends_the_container_with_a_telling_status(docker: DockerHo
     assert document["verdict"]["first_failure"]["title"] == TP1
     assert stack_of(document, TP0)["status"] == "captured"
     assert document["requests"]["unfinished"] == 1
-    assert folder.stat().st_uid == os.geteuid()
+    assert folder.stat().st_uid == user
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -52,16 +55,3 @@ def test_a_hung_server_has_its_incident_before_docker_stop_kills_it(
     assert document["verdict"]["first_failure"]["title"] == TP1
     assert {stack_of(document, title)["status"] for title in RANKS} == {"captured"}
     assert document["requests"]["journal"]["unfinished"] == 1
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_a_locked_container_has_a_whole_incident(docker: DockerHost, volume: Path, release: str) -> None:
-    with docker.serve(ensure_lane(release), volume, *LOCKED) as server:
-        begin(server)
-        os.kill(server.pid_of(TP1), signal.SIGKILL)
-        assert server.popen.wait(LONG) == ServerExit.KILLED
-    folder, document = the_incident(volume)
-    assert document["verdict"]["first_failure"]["title"] == TP1
-    assert stack_of(document, TP0)["status"] == "captured"
-    assert document["requests"]["unfinished"] == 1
-    assert folder.stat().st_uid == USER

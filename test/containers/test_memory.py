@@ -6,9 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ import pytest
 from containers.docker_host import Container, DockerHost
 from containers.left import TP0, TP1, after_the_next_start, begin, incidents_of, report_of, stack_of, the_incident
 from integration.faults import HOARD_SIGNAL, START_SIGNAL, write_site
-from integration.scenario import handler_pid
+from integration.scenario import handler_pid, run_kit
 from lanelib.lanes import ensure_lane
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
 from unit.support.waiting import wait_until, watched_pids
@@ -25,12 +22,7 @@ pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 #: More than a server needs, and less than it needs with what a process takes at a signal; with no swap beside it.
 LIMIT = ("--memory=5g", "--memory-swap=5g")
-KIT = (sys.executable, "-m", "sglang_crashkit")
 HOARD = "hoard = []\nwhile True: hoard.append(b'x' * (64 << 20))"
-
-
-def run(argv: Sequence[str]) -> str:
-    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 def serve(docker: DockerHost, volume: Path, temporary: Path, tp: int) -> Container:
@@ -83,7 +75,7 @@ def test_the_main_process_is_taken(docker: DockerHost, volume: Path, temporary: 
     assert (stored.document["kind"], stored.document["cause"]["class"]) == ("vanished", "vanished")
     # Docker says what the limit was to the container; the kernel's own words have who and how much.
     (temporary / "state").write_text(state)
-    verdict = json.loads(run([*KIT, "explain", "--json", str(stored.path), str(temporary / "state")]))["verdict"]
+    verdict = json.loads(run_kit("explain", "--json", stored.path, temporary / "state").stdout)["verdict"]
     assert (verdict["class"], verdict["component"]) == ("host_oom", "cgroup")
     assert re.search(r"Memory cgroup out of memory: Killed process \d+ .*anon-rss:\d+kB", "".join(verdict["because"]))
 

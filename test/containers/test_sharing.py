@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from containers.docker_host import Container, DockerHost
+from containers.docker_host import DockerHost
 from containers.left import DETOKENIZER, SCHEDULER, after_the_next_start, begin, incidents_of, report_of, the_incident
 from integration.crashes.test_process_1 import TWO
+from integration.scenario import shared_memory_of
 from lanelib.lanes import ensure_lane
 from lanelib.procs import title_of, tree_of
 from lanelib.servers import free_port, wait_all_ready
@@ -20,13 +21,6 @@ from unit.support.server_driver import Server as StandIn
 from unit.support.waiting import LONG
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1200)]
-
-
-def shared_memory_of(server: Container) -> set[Path]:
-    """Return what a server maps of ``/dev/shm``, as it is found from outside."""
-    lines = [line for one in tree_of(server.pid) for line in procfs.read_maps(one.pid).decode().splitlines()]
-    names = {line.split(None, 5)[-1] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
-    return {Path(f"/proc/{server.pid}/root") / name.lstrip("/") for name in names}
 
 
 def assert_is_of_one_server(document: dict[str, object]) -> None:
@@ -46,12 +40,13 @@ def test_two_servers_of_a_pod_with_one_pid_namespace_and_one_shared_memory(
             wait_all_ready([one, other])
             begin(one)
             others, segments = {(p.pid, p.started) for p in tree_of(other.pid)}, shared_memory_of(other)
+            as_outside = Path(f"/proc/{other.pid}/root/dev/shm")
             os.kill(one.pid_of(SCHEDULER), signal.SIGKILL)
             assert one.popen.wait(LONG) == ServerExit.KILLED
             # THEN the other one serves on with all that it had
             assert other.generate("Hello", timeout_s=LONG)["output_ids"]
             assert others <= {(p.pid, p.started) for p in tree_of(other.pid)}
-            assert [str(path) for path in segments if not path.exists()] == []
+            assert [name for name in segments if not (as_outside / name).exists()] == []
             _folder, document = the_incident(volume)
             assert_is_of_one_server(document)
             docker.run("stop", f"--time={int(LONG)}", other.name)

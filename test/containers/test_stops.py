@@ -13,6 +13,7 @@ from containers.left import SCHEDULER, after_the_next_start, begin, incidents_of
 from integration.scenario import PATIENCE
 from lanelib.lanes import ensure_lane
 from sglang_crashkit.incident.store import find_incidents
+from unit.support.targets import make_tool
 from unit.support.waiting import LONG, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1200)]
@@ -45,10 +46,8 @@ def test_the_start_after_a_kill_finishes_what_was_begun_and_tells_what_vanished(
     docker: DockerHost, volume: Path, temporary: Path
 ) -> None:
     # GIVEN an incident whose stacks take long
-    slow = temporary / "py-spy"
-    slow.write_text("#!/bin/sh\nexec sleep 600\n")
-    slow.chmod(0o755)
-    env = PATIENCE | {"SGLANG_CRASHKIT_PYSPY": str(slow), "SGLANG_CRASHKIT_CAPTURE_SECS": "60"}
+    slow = make_tool(temporary, "exec sleep 600")
+    env = PATIENCE | {"SGLANG_CRASHKIT_PYSPY": slow, "SGLANG_CRASHKIT_CAPTURE_SECS": "60"}
     with docker.serve(ensure_lane("0.5.23"), volume, f"--volume={slow}:{slow}:ro", env=env, tp=1) as server:
         begin(server)
         os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)

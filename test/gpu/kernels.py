@@ -9,6 +9,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from integration import import_hook
+
 SPIN, ILLEGAL = "crashkit_spin", "crashkit_illegal"
 SPIN_SIGNAL, ILLEGAL_SIGNAL = signal.SIGRTMIN + 7, signal.SIGRTMIN + 8
 
@@ -80,6 +82,4 @@ signal.signal({int(ILLEGAL_SIGNAL)}, lambda *_: launch({ILLEGAL!r}, {NOWHERE:#x}
 
 def write_site(folder: Path) -> dict[str, str]:
     """Write what makes a process obey the two signals; return the environment that brings it in."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(SITE_CODE)
-    return {"PYTHONPATH": str(folder)}
+    return import_hook.write_site(folder, SITE_CODE)

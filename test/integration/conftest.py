@@ -1,8 +1,15 @@
-"""The longest files begin first, so that none of them is alone at the end."""
+"""Fixtures of most files; and the longest files begin first, so that none of them is alone at the end."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+
+from integration.scenario import RELEASES
+from lanelib.lanes import Lane, ensure_lane
 
 #: What takes a minute or more, the longest first.
 LONGEST = (
@@ -26,6 +33,24 @@ LONGEST = (
     "test_exit_status",
     "test_privacy",
 )
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request: pytest.FixtureRequest) -> str:
+    """Each release in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def lane(release: str) -> Lane:
+    return ensure_lane(release)
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A temporary folder for servers: SGLang and the kit put their sockets there, whose paths must be short."""
+    with tempfile.TemporaryDirectory(prefix="ck-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

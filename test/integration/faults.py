@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from integration import import_hook
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 
@@ -23,7 +24,7 @@ HEALTH_TIMEOUT_S = 60.0
 #: What a process does in its main thread, in the middle of its work, when it gets one of these signals.
 SPIN_SIGNAL, HOARD_SIGNAL, RAISE_SIGNAL = signal.SIGRTMIN + 7, signal.SIGRTMIN + 8, signal.SIGRTMIN + 9
 PANIC_SIGNAL, EXIT_SIGNAL, VANISH_SIGNAL = signal.SIGRTMIN + 10, signal.SIGRTMIN + 11, signal.SIGRTMIN + 12
-START_SIGNAL, ABORT_SIGNAL = signal.SIGRTMIN + 13, signal.SIGRTMIN + 14
+START_SIGNAL, ABORT_SIGNAL, STACKS_SIGNAL = signal.SIGRTMIN + 13, signal.SIGRTMIN + 14, signal.SIGRTMIN + 15
 #: What C++ says on standard error as it aborts.
 ABORT_WORDS = "CUDA error: an illegal memory access was encountered"
 #: Python runs it before anything else.
@@ -33,6 +34,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 hoard = []
 
@@ -68,6 +70,13 @@ def panic(*_):
     raise PanicException("index out of bounds: the len is 3 but the index is 7")
 
 
+# As a watchdog of upstream's would; in a thread, because a signal handler must not wait.
+def want_stacks(*_):
+    from sglang.srt.utils.cudacore_pyspy_dump_utils import pyspy_dump_schedulers
+
+    threading.Thread(target=pyspy_dump_schedulers, daemon=True).start()
+
+
 signal.signal(signal.SIGRTMIN + 7, spin_in_python)
 signal.signal(signal.SIGRTMIN + 8, take_memory)
 signal.signal(signal.SIGRTMIN + 9, fail)
@@ -76,6 +85,7 @@ signal.signal(signal.SIGRTMIN + 11, lambda *_: sys.exit(3))
 signal.signal(signal.SIGRTMIN + 12, lambda *_: os._exit(1))
 signal.signal(signal.SIGRTMIN + 13, start_helper)
 signal.signal(signal.SIGRTMIN + 14, abort_in_cpp)
+signal.signal(signal.SIGRTMIN + 15, want_stacks)
 """
 
 
@@ -104,7 +114,7 @@ class Fault:
         return self.name
 
 
-def send(title: str, signum: int) -> Callable[[Server], None]:
+def send(title: str, signum: int = signal.SIGKILL) -> Callable[[Server], None]:
     """Return what sends a signal to the process of this title."""
     return lambda server: os.kill(server.pid_of(title), signum)
 
@@ -141,9 +151,7 @@ def wait_until_unhealthy(server: Server) -> None:
 
 def write_site(folder: Path) -> dict[str, str]:
     """Write what makes a process obey the signals above; return the environment that brings it in."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(SITE_CODE)
-    return {"PYTHONPATH": str(folder)}
+    return import_hook.write_site(folder, SITE_CODE)
 
 
 UNHEALTHY = {"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}

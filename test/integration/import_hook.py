@@ -1,4 +1,4 @@
-"""Change modules of a real server, in each of its Python processes, as that imports them."""
+"""Run code in each Python process of a real server before anything else, and change modules as it imports them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def write_site(folder: Path, code: str, *modules: str) -> dict[str, str]:
     """Write a ``sitecustomize.py`` into a folder, and return the environment that brings it into a server.
 
     `code` runs as each Python process begins; its function ``change`` takes each of `modules`, full names, that has
-    just been loaded. The folder has none yet, or one that this wrote for other modules.
+    just been loaded. The folder is made where there is none; it has no such file yet, or one that this wrote for other
+    modules.
     """
+    folder.mkdir(exist_ok=True)
     with (folder / "sitecustomize.py").open("a") as file:
-        file.write(code + _HOOK.replace("{modules!r}", repr(modules)))
+        file.write(code + (_HOOK.replace("{modules!r}", repr(modules)) if modules else ""))
     return {"PYTHONPATH": str(folder)}

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from unit.support.waiting import wait_until
+
 _V1 = Path("/sys/fs/cgroup/memory")
 _V2 = Path("/sys/fs/cgroup")
 
@@ -65,13 +67,9 @@ def memory_group(name: str) -> Iterator[MemoryGroup]:
 
 
 def _remove(path: Path) -> None:
-    deadline = time.monotonic() + 10
-    while True:
-        try:
+    def is_removed() -> bool:
+        with contextlib.suppress(OSError):
             path.rmdir()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-        else:
-            return
+        return not path.exists()
+
+    wait_until(is_removed, f"{path} has no process any more", 10)

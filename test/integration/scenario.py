@@ -8,8 +8,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +20,17 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
-from lanelib.lanes import Lane
+from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import Process, alive, read_process, title_of, tree_of
-from lanelib.servers import ManagedProcess, Server, greedy
+from lanelib.servers import ManagedProcess, Server, greedy, opener
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.journal import JournalReader
 from sglang_crashkit.memory.ring import NAME as JOURNAL
 from sglang_crashkit.memory.ring import RingError
-from unit.support.waiting import wait_until
+from unit.support.server_driver import PATIENCE as PATIENCE
+from unit.support.targets import state_of
+from unit.support.waiting import wait_until, watched_pids
 
 #: For ``params``: a plain run takes the newest release, ``scripts/test --matrix`` the older ones.
 RELEASES = (
@@ -35,8 +39,6 @@ RELEASES = (
     "0.5.23",
 )
 EXIT_TIMEOUT_S = 120.0
-#: A busy machine takes longer to give all stacks than a server may be kept waiting; one that is not busy needs none.
-PATIENCE = {"SGLANG_CRASHKIT_CAPTURE_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
 PROMPTS = ("Hello", "The quick brown fox", "1 2 3 4 5 6 7 8")
 HANDLER = "sglang::crash_handler"
 SCHEDULER = "sglang::scheduler"
@@ -115,6 +117,27 @@ class Wreck:
         assert len(found) == 1, f"{len(found)} pieces of kind {kind} on {title}"
         return found[0]
 
+    def text(self, title: str, kind: str) -> str:
+        """Return what the file of that piece holds."""
+        return (self.folder / self.evidence(title, kind)["path"]).read_text()
+
+
+def start(lane: Lane | str, folder: Path, *options: str, **how: Any) -> Server:
+    """Start a server of a lane, or of a patched release, whose incidents go to `folder`.
+
+    `options` are more of its arguments, `how` is for `Server.start`.
+    """
+    lane = ensure_lane(lane) if isinstance(lane, str) else lane
+    return Server.start(lane, extra_args=["--crash-dump-folder", str(folder), *options], **how)
+
+
+@contextlib.contextmanager
+def serving(lane: Lane | str, folder: Path, *options: str, **how: Any) -> Iterator[Server]:
+    """Run a server, see `start`, until the end of the block, and yield it once it is ready."""
+    with start(lane, folder, *options, **how) as server:
+        server.wait_ready()
+        yield server
+
 
 def answers_of(server: Server) -> list[list[int]]:
     """Return the tokens of a few greedy answers."""
@@ -134,14 +157,13 @@ def wreck(
     Where it breaks by itself once it works on them, its schedulers are held until all have arrived.
     """
     members = members_of(server)
-    handlers = handlers_of(server)
     pids = {member.title: member.pid for member in members if "::" in member.title}
-    pids[HANDLER] = handlers[0] if handlers else 0
     known = [member.process for member in members]
-    known += [process for pid in handlers if (process := read_process(pid)) is not None]
+    known += [process for pid in handlers_of(server) if (process := read_process(pid)) is not None]
     sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]
     rids, log_size = {request.rid for request in sent}, server.log_path.stat().st_size
-    with held(server, SCHEDULER) if breaks_by_itself else contextlib.nullcontext():
+    ranks = [pid for pid, title in server.processes() if breaks_by_itself and title.startswith(SCHEDULER)]
+    with stopped(*ranks):
         threads = [ask(server, request) for request in sent]
         if breaks_by_itself:
             wait_until(lambda: rids <= journaled_rids(server.pid), f"{sorted(rids)} have arrived", IN_FLIGHT_S)
@@ -173,13 +195,37 @@ def wreck(
     )
 
 
+def generate(url: str, **fields: Any) -> list[int]:
+    """Return the tokens of a greedy answer of the server at an address, which may be none of a test's own."""
+    body = json.dumps(greedy("Hello", 8, **fields)).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    with opener.open(request, timeout=EXIT_TIMEOUT_S) as answer:
+        tokens: list[int] = json.load(answer)["output_ids"]
+    return tokens
+
+
+def break_one(
+    lane: Lane | str,
+    folder: Path,
+    fault: Callable[[Server], None],
+    *options: str,
+    requests: int = 3,
+    breaks_by_itself: bool = False,
+    **how: Any,
+) -> Wreck:
+    """Break a server that is run for that; see `serving` and `wreck`."""
+    with serving(lane, folder, *options, **how) as server:
+        return wreck(server, folder, fault, requests=requests, breaks_by_itself=breaks_by_itself)
+
+
 @contextlib.contextmanager
-def held(server: ManagedProcess, title: str) -> Iterator[None]:
-    """Stop the processes whose titles begin so, and let them go on."""
-    pids = [pid for pid, its in server.processes() if its.startswith(title)]
+def stopped(*pids: int) -> Iterator[None]:
+    """Stop processes, and let them go on at the end of the block."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
+        for pid in pids:
+            wait_until(lambda pid=pid: state_of(pid) == "T", f"process {pid} is stopped")
         yield
     finally:
         for pid in pids:
@@ -275,20 +321,9 @@ def handler_pid(server: ManagedProcess) -> int:
 
 def handlers_of(server: ManagedProcess) -> list[int]:
     """Return the crash handlers that hold a pidfd of one of its processes."""
-    watched = {f"Pid:\t{process.pid}\n" for process in tree_of(server.pid)}
+    watched = {process.pid for process in tree_of(server.pid)}
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in pids if procfs.read_title(pid) == HANDLER and _watches(pid, watched)]
-
-
-def _watches(handler: int, watched: Collection[str]) -> bool:
-    for path in _entries(Path(f"/proc/{handler}/fdinfo")):
-        try:
-            text = path.read_text()
-        except OSError:
-            continue
-        if any(line in text for line in watched):
-            return True
-    return False
+    return [pid for pid in pids if procfs.read_title(pid) == HANDLER and watched & watched_pids(pid)]
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -299,14 +334,41 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
+def shared_memory_of(server: ManagedProcess) -> set[str]:
+    """Return the names of the files in ``/dev/shm`` that a server's processes map."""
+    maps = (procfs.read_maps(process.pid).decode(errors="replace") for process in tree_of(server.pid))
+    names = {line.partition("/dev/shm/")[2] for text in maps for line in text.splitlines()}
+    return {name for name in names if name and not name.endswith(" (deleted)")}
+
+
 def incidents_of(folder: Path) -> list[StoredIncident]:
     """Return the incidents below a crash folder, which the server may not have made."""
     return find_incidents(folder) if folder.is_dir() else []
 
 
+def whole_incidents(folder: Path) -> list[StoredIncident]:
+    """Return the whole incidents below a crash folder, the newest first."""
+    return [stored for stored in incidents_of(folder) if stored.finished and stored.document]
+
+
+def wait_for_incident(folder: Path, timeout_s: float) -> StoredIncident:
+    """Wait until there is a whole incident below a crash folder, and return the newest."""
+    return wait_until(lambda: whole_incidents(folder), f"an incident below {folder} is whole", timeout_s)[0]
+
+
 def ask(server: ManagedProcess, sent: Sent, tokens: int = 4000) -> threading.Thread:
     """Ask for what takes longer than the test, in a thread of its own, and bear that it is cut off."""
     return server.ask_later("generate", greedy(sent.text, tokens, rid=sent.rid), EXIT_TIMEOUT_S)
+
+
+def run_kit(
+    *arguments: object, status: int | None = 0, timeout_s: float = 300.0, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run ``sglang-crashkit``, which is to end with this status, or any where that is None."""
+    argv = [sys.executable, "-m", "sglang_crashkit", *map(str, arguments)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False, **how)
+    assert status in (None, done.returncode), (done.returncode, done.stdout, done.stderr)
+    return done
 
 
 def run_in_lane(lane: Lane, code: str, *arguments: object) -> Any:

@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 
 from integration.import_hook import write_site
+from integration.scenario import whole_incidents
 from lanelib.lanes import ensure_lane
-from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
 from lanelib.servers import Server, greedy
-from sglang_crashkit.incident.store import find_incidents
+from pd.pairs import NEEDED, serving
 from unit.support.waiting import wait_until
 
-MISSING = missing_libraries()
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} missing; apt-get install {' '.join(PD_PACKAGES)}"),
-]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600), NEEDED]
 
 #: By the side that loses it: the thread's function, and what it calls.
 THREADS = {"decode": ("decode_thread", "update_status"), "prefill": ("transfer_worker", "send_kvcache")}
@@ -57,10 +52,7 @@ def told(
     """The server and the incident of each side."""
     folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
     environ = write_site(site, CODE, "sglang.srt.disaggregation.mooncake.conn")
-    options = ["--crash-dump-folder", str(folder)]
-    with PDServers.start(ensure_lane(pd_release), device=pd_device, extra_args=options, env=environ) as pair:
-        pair.wait_ready()
-        pair.generate("Hello", max_new_tokens=4, timeout_s=120)
+    with serving(ensure_lane(pd_release), pd_device, folder, env=environ) as pair:
         found = {}
         for side, (thread, _called) in THREADS.items():
             server: Server = getattr(pair, side)
@@ -75,7 +67,7 @@ def told(
 
 def incident_of(folder: Path, pid: int) -> dict[str, Any]:
     """Return the incident of a server; empty if absent."""
-    found = [one.document or {} for one in find_incidents(folder) if one.finished] if folder.is_dir() else []
+    found = [one.document or {} for one in whole_incidents(folder)]
     return next((one for one in found if one["server"]["pid"] == pid), {})
 
 

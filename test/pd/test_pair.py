@@ -12,15 +12,10 @@ import pytest
 
 from inner_pytest import Run, run_pytest
 from lanelib.paths import ROOT
-from lanelib.pd import PD_PACKAGES, missing_libraries
+from pd.pairs import NEEDED
 from sglang_crashkit.kernel import procfs
 
-MISSING = missing_libraries()
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} missing; apt-get install {' '.join(PD_PACKAGES)}"),
-]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900), NEEDED]
 
 SESSION = Path(__file__).parent / "session" / "pair_session.py"
 #: A process of the pair, or a process of its tree by title.

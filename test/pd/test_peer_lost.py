@@ -13,28 +13,24 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from integration.crashes.whole import assert_ends, assert_present, assert_requests, assert_told, journaled
-from integration.scenario import IN_FLIGHT_S, Member, Sent, incidents_of, journaled_rids, members_of
+from integration.crashes.whole import assert_ends, assert_present, assert_requests, assert_told, journaled, times_of
+from integration.scenario import IN_FLIGHT_S, Member, Sent, journaled_rids, members_of, whole_incidents
 from lanelib.lanes import ensure_lane
-from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
+from lanelib.pd import PDServers
 from lanelib.procs import tree_of
 from lanelib.servers import Server, greedy
+from pd.pairs import NEEDED, serving
 from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.model.checked_json import seconds_of
 from unit.support.waiting import wait_until
 
-MISSING = missing_libraries()
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} missing; apt-get install {' '.join(PD_PACKAGES)}"),
-]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900), NEEDED]
 
 #: SGLang's heartbeat asks every 5 s, and gives a server up after 2 failures; the rest is the machine's load.
 MAX_S = {"prefill": 10.0 + 10.0, "decode": 15.0}
@@ -72,11 +68,6 @@ def addresses_of(server: Server) -> set[str]:
     schedulers = [pid for pid, title in server.processes() if title.startswith("sglang::scheduler")]
     found = [connection for pid in schedulers for connection in psutil.Process(pid).net_connections("tcp")]
     return {f"{c.laddr.ip}:{c.laddr.port}" for c in found if c.status == psutil.CONN_LISTEN}
-
-
-def incidents_below(folder: Path) -> list[StoredIncident]:
-    found = incidents_of(folder)
-    return [stored for stored in found if stored.finished and stored.document]
 
 
 def document_of(stored: StoredIncident) -> dict[str, Any]:
@@ -118,11 +109,10 @@ def verdict_of(collector: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting:
     dead, survivor = (pair.prefill, pair.decode) if victim == "prefill" else (pair.decode, pair.prefill)
-    pair.generate("Hello", max_new_tokens=4, timeout_s=120)
     argv = pair.prefill.popen.args
     port = int(argv[argv.index("--disaggregation-bootstrap-port") + 1])
     addresses = {f"127.0.0.1:{port}"} if victim == "prefill" else addresses_of(dead)
-    assert incidents_below(folder) == []
+    assert whole_incidents(folder) == []
     members = members_of(dead), members_of(survivor)
     # The other side waits for what a stopped scheduler does not do.
     dead_rank = dead.pid_of("sglang::scheduler")
@@ -142,18 +132,18 @@ def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting
         gone = verdict_of(collector)
 
     def told() -> list[StoredIncident]:
-        return [found for found in incidents_below(folder) if document_of(found)["kind"] == "peer_lost"]
+        return [found for found in whole_incidents(folder) if document_of(found)["kind"] == "peer_lost"]
 
     wait_until(told, "the survivor tells of it", timeout_secs=60)
     time.sleep(max(0.0, killed + AFTER_S - time.time()))
     serves = survivor.poll_ready()
     dead.popen.wait(timeout=60)
     wait_until(
-        lambda: any(document_of(found)["server"]["pid"] == dead.pid for found in incidents_below(folder)),
+        lambda: any(document_of(found)["server"]["pid"] == dead.pid for found in whole_incidents(folder)),
         "the dead one's incident",
     )
     lost = told()
-    other = [found for found in incidents_below(folder) if document_of(found)["kind"] != "peer_lost"]
+    other = [found for found in whole_incidents(folder) if document_of(found)["kind"] != "peer_lost"]
     return Parting(
         victim,
         lost,
@@ -175,9 +165,7 @@ def parting(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pd_release, pd_device
 ) -> Iterator[Parting]:
     folder = tmp_path_factory.mktemp("crash")
-    options = ["--crash-dump-folder", str(folder)]
-    with PDServers.start(ensure_lane(pd_release), device=pd_device, extra_args=options) as pair:
-        pair.wait_ready()
+    with serving(ensure_lane(pd_release), pd_device, folder) as pair:
         yield part(request.param, pair, folder, tmp_path_factory.mktemp("collected"))
 
 
@@ -189,9 +177,7 @@ def test_the_survivor_says_who_is_gone_once_sglang_knows(parting: Parting, capsy
     assert (peer["role"], peer["sign"]) == (parting.victim, SIGNS[parting.victim])
     assert peer["reason"]
     assert peer["address"] in parting.addresses
-    began = datetime.fromisoformat(document["trigger"]["time"].replace("Z", "+00:00")).timestamp()
-    ended = next(entry["time"] for entry in document["timeline"] if entry["event"] == "incident_finished")
-    finished = datetime.fromisoformat(ended.replace("Z", "+00:00")).timestamp()
+    began, finished = seconds_of(document["trigger"]["time"]), times_of(document)["incident_finished"]
     with capsys.disabled():
         seconds, whole = began - parting.killed, finished - parting.killed
         print(f"\n{parting.victim}: noticed after {seconds:.2f} s, incident whole after {whole:.2f} s")  # noqa: T201

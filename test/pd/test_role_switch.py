@@ -9,15 +9,10 @@ from pathlib import Path
 import pytest
 
 from lanelib.lanes import ensure_lane
-from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
+from pd.pairs import NEEDED, serving
 from sglang_crashkit.incident.store import find_incidents
 
-MISSING = missing_libraries()
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} missing; apt-get install {' '.join(PD_PACKAGES)}"),
-]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600), NEEDED]
 
 OPTION = "--enable-pd-role-switch"
 #: SGLang's heartbeat asks every 5 s, and gives a server up after 2 failures.
@@ -29,10 +24,7 @@ def test_a_role_switch_is_no_lost_peer(tmp_path: Path, pd_release: str, pd_devic
     if not lane.knows_option(OPTION):
         pytest.skip(f"{pd_release} has no role switch")
     folder = tmp_path / "crash"
-    options = ["--crash-dump-folder", str(folder), OPTION]
-    with PDServers.start(lane, device=pd_device, extra_args=options) as pair:
-        pair.wait_ready()
-        pair.generate("Hello", max_new_tokens=4, timeout_s=120)
+    with serving(lane, pd_device, folder, OPTION) as pair:
         for role in ("decode", "prefill"):
             # Without a GPU the graphs that a decode server captures take nothing.
             body = {"new_role": role, "decode_cuda_graph_memory_gb": 0.0}

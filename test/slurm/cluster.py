@@ -18,14 +18,13 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from lanelib.commands import clean_environment
 from lanelib.procs import read_process, send
 from lanelib.servers import free_port
-from unit.support.keeper import Keeper
+from unit.support.keeper import Daemon, Keeper
 from unit.support.waiting import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
@@ -95,7 +94,7 @@ def _path() -> str:
     return f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATH}"
 
 
-class Cluster:
+class Cluster(Daemon):
     """A controller and two nodes; to be used as a context manager.
 
     Attributes:
@@ -111,30 +110,20 @@ class Cluster:
         self._keeper: Keeper | None = None
         self._slurmds: dict[str, int] = {}
 
-    def __enter__(self) -> Cluster:
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def run(self, argv: Sequence[str], timeout_s: float = LONG_S) -> str:
-        """Run a client and return what it printed.
+    def run(self, argv: Sequence[str]) -> str:
+        """Run a client in the cluster's folder and return what it printed.
 
         Raises:
             AssertionError: it failed.
         """
         done = subprocess.run(
-            list(argv), env=self.environ, capture_output=True, text=True, timeout=timeout_s, check=False
+            list(argv),
+            env=self.environ,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=LONG_S,
+            check=False,
         )
         assert done.returncode == 0, f"{argv}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout
@@ -156,7 +145,7 @@ class Cluster:
         """Give `nodes` nodes to a job without processes; return its id."""
         return self.batch("while :; do sleep 60; done", nodes=nodes)
 
-    def batch(self, script: str, *, nodes: int = 2, environ: Mapping[str, str] | None = None) -> str:
+    def batch(self, script: str, *, nodes: int = 2) -> str:
         """Run lines of shell as a job on `nodes` nodes; return its id once it runs.
 
         What it prints is in ``job-ID.log`` in the cluster's folder.
@@ -173,17 +162,7 @@ class Cluster:
             f"--output={log}",
             str(path),
         ]
-        done = subprocess.run(
-            argv,
-            env=self.environ | dict(environ or {}),
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=LONG_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        job = done.stdout.strip()
+        job = self.run(argv).strip()
         wait_until(lambda: self.state(job) == "RUNNING", f"job {job} runs\n{self.logs()}", LONG_S)
         return job
 
@@ -254,7 +233,7 @@ class Cluster:
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
         host = socket.gethostname().split(".")[0]
-        ports = _free_ports(1 + len(NODES))
+        ports = [free_port() for _ in ("slurmctld", *NODES)]
         nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000 State=UNKNOWN"
             for node, port in zip(NODES, ports[1:], strict=True)
@@ -295,10 +274,3 @@ class Cluster:
         )
         # A state that ends with a star is that of a node which does not answer.
         return done.stdout.strip() in {"idle", "mixed", "allocated", "completing"}
-
-
-def _free_ports(count: int) -> list[int]:
-    ports: set[int] = set()
-    while len(ports) < count:
-        ports.add(free_port())
-    return list(ports)

@@ -5,12 +5,9 @@ The ranks are no SGLang's, but processes with such a title below a launcher.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import textwrap
@@ -21,10 +18,11 @@ from typing import Any
 
 import pytest
 
+from integration.scenario import run_kit, stopped
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.snapshot import parse
 from slurm.cluster import LONG_S, NODES, Cluster
+from unit.support.targets import make_tool
 from unit.support.waiting import wait_until
 
 pytestmark = pytest.mark.live
@@ -87,8 +85,8 @@ def collect(
     cluster: Cluster, job: str, *arguments: str, quick: tuple[str, ...] = QUICK
 ) -> subprocess.CompletedProcess[str]:
     """Run ``sglang-crashkit collect`` for a job."""
-    argv = [*KIT, "collect", f"--slurm-job={job}", *quick, *arguments]
-    return subprocess.run(argv, env=cluster.environ, capture_output=True, text=True, timeout=LONG_S, check=False)
+    argv = ("collect", f"--slurm-job={job}", *quick, *arguments)
+    return run_kit(*argv, status=None, env=cluster.environ, timeout_s=LONG_S)
 
 
 def result_of(done: subprocess.CompletedProcess[str], status: ExitCode) -> dict[str, Any]:
@@ -110,16 +108,6 @@ def only_on(node: str, command: str, otherwise: str = f'exec {shlex.join(KIT)} "
     """Return a command for the nodes that is `command` on one of them, and the kit on the other."""
     script = f"if [ $SLURMD_NODENAME = {node} ]; then {command}; else {otherwise}; fi"
     return shlex.join(["bash", "-c", script, "bash"])
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: getattr(procfs.read_stat(pid), "state", "") == "T", "the rank is stopped")
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def test_the_ranks_of_both_nodes_are_in_one_result(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
@@ -182,11 +170,8 @@ def test_a_node_without_slurmd_is_named_beside_the_others_result(
 def test_endless_debuggers_are_called_off_before_nodes_are_given_up(
     cluster: Cluster, crowd: Crowd, tmp_path: Path
 ) -> None:
-    debugger = tmp_path / "bin" / "cuda-gdb"
-    debugger.parent.mkdir()
-    debugger.write_text("#!/bin/sh\necho it began\nexec sleep 600\n")
-    debugger.chmod(0o755)
-    command = shlex.join(["env", f"PATH={debugger.parent}:/usr/bin:/bin", *KIT])
+    make_tool(tmp_path / "bin", "echo it began\nexec sleep 600", "cuda-gdb")
+    command = shlex.join(["env", f"PATH={tmp_path}/bin:/usr/bin:/bin", *KIT])
     output = tmp_path / "output"
     arguments = ["--json", f"--output-dir={output}", f"--remote-command={command}", "--node-timeout=60"]
     done = collect(cluster, crowd.job, *arguments, quick=(*QUICK, "--native"))
@@ -196,18 +181,6 @@ def test_endless_debuggers_are_called_off_before_nodes_are_given_up(
         assert [problem["why"] for problem in problems_of(document, node)] == ["cuda-gdb was called off"]
         (text,) = (output / node).glob(f"cudagdb_*_{pid}.txt")
         assert "it began" in text.read_text()
-
-
-@pytest.mark.matrix
-def test_a_node_that_does_not_end_is_given_up(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
-    command = only_on("n2", "exec sleep 600")
-    arguments = ["--json", f"--output-dir={tmp_path}", f"--remote-command={command}", "--node-timeout=15"]
-    document = result_of(collect(cluster, crowd.job, *arguments), ExitCode.PARTIAL)
-    assert pids_of(document) == {"n1": [crowd.ranks["n1"]], "n2": []}
-    (problem,) = problems_of(document, "n2")
-    assert problem["why"].startswith("no answer within 15 s")
-    # Only the workers' own step is left.
-    wait_until(lambda: len(cluster.steps(crowd.job)) == 1, "the step is gone", LONG_S)
 
 
 def test_files_come_with_the_answer_of_a_node_with_a_file_system_of_its_own(
@@ -232,12 +205,6 @@ def test_a_job_without_sglang_is_nothing_to_do(cluster: Cluster, job: str, tmp_p
     done = collect(cluster, job, f"--output-dir={tmp_path}")
     assert done.returncode == ExitCode.NOTHING, done.stderr
     assert done.stdout.splitlines()[1:3] == ["n1  no process of SGLang", "n2  no process of SGLang"]
-
-
-def test_a_job_that_there_is_not_is_nothing_to_do(cluster: Cluster, tmp_path: Path) -> None:
-    done = collect(cluster, "99999", f"--output-dir={tmp_path}")
-    assert done.returncode == ExitCode.NOTHING
-    assert "Slurm knows no job 99999" in done.stderr
 
 
 def test_the_collector_of_a_job_script_collects_on_both_nodes(cluster: Cluster, tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +14,9 @@ import pytest
 
 from containers.docker_host import base_of
 from containers.left import SCHEDULER, stack_of, the_incident
+from integration.scenario import run_kit, serving
 from lanelib.lanes import ensure_lane
 from lanelib.paths import ROOT
-from lanelib.servers import Server
-from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.kernel.discovery import Place
 from slurm.cluster import LONG_S, Cluster
@@ -49,19 +46,13 @@ def test_a_rank_that_is_killed_ends_the_step_with_a_telling_status(
     bundle = cluster.bundle([volume, Path("/tmp")], [*SYSTEM, ROOT, base_of(lane)])
     step = ["srun", "--overlap", f"--jobid={job}", "--ntasks=1", f"--container={bundle}"]
     environ = {name: cluster.environ[name] for name in ("PATH", "SLURM_CONF")}
-    arguments = ["--crash-dump-folder", str(volume)]
     try:
-        with Server.start(lane, extra_args=arguments, env=environ, name="slurm-oci", prefix=step) as server:
-            server.wait_ready()
+        with serving(lane, volume, env=environ, name="slurm-oci", prefix=step) as server:
             # Nothing in such a container names the node.
             rank = rank_on(Place(job, ""), SCHEDULER)
             # The login node sees into the container of the job.
-            argv = [sys.executable, "-m", "sglang_crashkit", "collect", f"--slurm-job={job}", "--json"]
-            argv += ["--snapshots=2", "--interval=0.2", f"--output-dir={tmp_path}"]
-            done = subprocess.run(
-                argv, env=cluster.environ, capture_output=True, text=True, timeout=LONG_S, check=False
-            )
-            assert done.returncode == ExitCode.DONE, (done.stdout, done.stderr)
+            argv = ("collect", f"--slurm-job={job}", "--json", "--snapshots=2", "--interval=0.2", "-o", tmp_path)
+            done = run_kit(*argv, env=cluster.environ, timeout_s=LONG_S)
             (node,) = json.loads(done.stdout)["nodes"]
             assert [process["pid"] for process in node["processes"]] == [rank]
             os.kill(rank, signal.SIGKILL)

@@ -41,10 +41,6 @@ def wait_until_gone(cluster: Cluster, job: str, node: str) -> None:
     )
 
 
-def test_the_nodes_of_a_job_are_found(job: str) -> None:
-    assert job_via(job).nodes == NODES
-
-
 def test_a_missing_or_ended_job_is_nothing_to_do(cluster: Cluster) -> None:
     with pytest.raises(NothingToDoError, match="Slurm knows no job 99999, or no longer"):
         job_via("99999")

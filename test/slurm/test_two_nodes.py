@@ -6,9 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from integration.faults import TP0, TP1
+from integration.hangs.hang_story import ask_later
+from integration.scenario import run_kit, stopped
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.errors import ExitCode
@@ -30,9 +30,8 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(1500)]
 
 #: As published: nothing in the server knows of the kit.
 RELEASE = "0.5.23"
-RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
+RANKS = (TP0, TP1)
 READY_TIMEOUT_S = 900.0
-ANSWER_TIMEOUT_S = 240.0
 COLLECT_TIMEOUT_S = 300.0
 
 
@@ -98,24 +97,14 @@ def story(running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def tell(told: Story, cluster: Cluster, job: str, server: Server) -> None:
-    def ask() -> None:
-        told.answer = server.generate("Hello", max_new_tokens=8, timeout_s=ANSWER_TIMEOUT_S)["output_ids"]
-
-    asking = threading.Thread(target=ask, daemon=True)
-    os.kill(told.pids["n2"], signal.SIGSTOP)
-    try:
-        asking.start()
+    with stopped(told.pids["n2"]):
+        answer = ask_later(server, 8)
         # Every round of the event loop hands on what came in, so the other rank waits within milliseconds.
-        argv = [sys.executable, "-m", "sglang_crashkit", "collect", f"--slurm-job={job}", "--json", "--snapshots=2"]
-        argv += ["--interval=1", f"--output-dir={told.output}"]
-        done = subprocess.run(
-            argv, env=cluster.environ, capture_output=True, text=True, timeout=COLLECT_TIMEOUT_S, check=False
-        )
-    finally:
-        os.kill(told.pids["n2"], signal.SIGCONT)
+        argv = ("collect", f"--slurm-job={job}", "--json", "--snapshots=2", "--interval=1", "-o", told.output)
+        done = run_kit(*argv, status=None, env=cluster.environ, timeout_s=COLLECT_TIMEOUT_S)
     assert done.stdout, done.stderr
     told.status, told.document = done.returncode, json.loads(done.stdout)
-    asking.join(ANSWER_TIMEOUT_S)
+    told.answer = answer()
 
 
 def test_the_ranks_of_both_nodes_are_in_one_result(story: Story) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sglang_crashkit import protocol
 from sglang_crashkit.capture.pyspy import sample_all
@@ -35,9 +35,6 @@ from sglang_crashkit.kernel.private_files import make_private_folder, write_priv
 from sglang_crashkit.model.sample import format_threads, main_thread
 from sglang_crashkit.settings import Settings, fallback_folder, socket_of
 from sglang_crashkit.visible import visible
-
-if TYPE_CHECKING:
-    from sglang_crashkit.test.plugin import FailByName
 
 logger = logging.getLogger(__name__)
 
@@ -302,16 +299,10 @@ def watch(source: Source, *, folder: Path | None = None) -> Watcher:
     In a pytest run with the kit's plugin the test that runs fails by name, with the evidence in its report, and so do
     those that depend on the same fixture; anywhere else this process ends, as with upstream's watcher. See `Watcher`.
     """
-    if (runner := find_runner()) is not None:
-        return runner.watch(source, folder=folder)
-    return Watcher(source, folder=folder).start()
-
-
-def find_runner() -> FailByName | None:
-    """Return the runner of the pytest plugin, which fails a test by name; None outside a test run with it."""
     # Not imported: elsewhere there need be no pytest.
-    plugin = sys.modules.get("sglang_crashkit.test.plugin")
-    return plugin.runner if plugin is not None else None
+    runner = getattr(sys.modules.get("sglang_crashkit.test.plugin"), "runner", None)
+    watcher: Watcher = Watcher(source, folder=folder).start() if runner is None else runner.watch(source, folder=folder)
+    return watcher
 
 
 def _say(text: str) -> None:

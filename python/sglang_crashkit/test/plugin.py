@@ -41,9 +41,6 @@ class ProcessDiedDuringTestError(BaseException):
     """
 
 
-_DEATHS = (ProcessDiedError, ProcessDiedDuringTestError)
-
-
 @dataclass(eq=False)
 class Guard:
     """A watch, and which tests depend on it."""
@@ -138,7 +135,8 @@ class FailByName:
         """Name the dead process as the cause where the test failed of its consequences first."""
         report = yield
         cause = call.excinfo.value if call.excinfo is not None else None
-        if not report.failed or report.when == "teardown" or isinstance(cause, _DEATHS):
+        is_told = isinstance(cause, (ProcessDiedError, ProcessDiedDuringTestError))
+        if not report.failed or report.when == "teardown" or is_told:
             return report
         for guard in self._guards:
             guard.watcher.settle()
@@ -207,7 +205,7 @@ class FailByName:
                 raise guard.report(ProcessDiedDuringTestError if when == "call" else ProcessDiedError)
 
 
-#: That of this process; see `fail_fast.find_runner`.
+#: That of this process; see `fail_fast.watch`.
 runner: FailByName | None = None
 
 

@@ -15,9 +15,9 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from lanelib.servers import free_port
+from unit.support.keeper import Daemon
 from unit.support.waiting import LONG, wait_until
 
 #: Says to what it is run with ssh by which name it was reached.
@@ -68,7 +68,7 @@ def _path() -> str:
     return f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATH}"
 
 
-class Sshd:
+class Sshd(Daemon):
     """An sshd, and names by which it is reached; to be used as a context manager.
 
     Attributes:
@@ -97,7 +97,7 @@ class Sshd:
         self.command = ["ssh", "-F", str(folder / "ssh_config")]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Sshd:
+    def _start(self) -> None:
         program = shutil.which("sshd", path=_path())
         assert program is not None
         if os.geteuid() == 0:
@@ -106,17 +106,7 @@ class Sshd:
         with log.open("wb") as file:
             argv = [program, "-D", "-e", "-f", str(self._folder / "sshd_config")]
             self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        try:
-            wait_until(self._listens, f"sshd listens\n{log.read_text()}")
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        wait_until(self._listens, f"sshd listens\n{log.read_text()}")
 
     def close(self) -> None:
         """End it; a connection that it has taken ends with its client."""

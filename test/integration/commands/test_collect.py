@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,18 +13,20 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import answers_of
+from integration.faults import DETOKENIZER, TP0, TP1
+from integration.hangs.hang_story import ask_later
+from integration.scenario import HANDLER, answers_of, run_kit, stopped
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, wait_all_ready
 from sglang_crashkit.capture.pyspy import sample_all
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import Sample, main_thread
 from sglang_crashkit.model.snapshot import parse
+from unit.support.targets import make_tool, state_of
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
+RANKS = (TP0, TP1)
 #: A debugger gets 60 s a process, on a machine that is busy with other tests.
 COLLECT_TIMEOUT_S = 400.0
 
@@ -84,23 +82,16 @@ def collect(server: Server, folder: Path, *arguments: str, path: str | None = No
 
 
 def collect_of(which: list[str], folder: Path, *arguments: str, path: str | None = None) -> Collected:
-    command = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", *which]
-    done = subprocess.run(
-        [*command, "--output-dir", str(folder), *arguments],
-        stdout=subprocess.PIPE,
-        timeout=COLLECT_TIMEOUT_S,
-        check=False,
-        env=os.environ | ({"PATH": path} if path else {}),
-    )
+    command = ("collect", "--json", *which, "--output-dir", folder, *arguments)
+    env = os.environ | ({"PATH": path} if path else {})
+    done = run_kit(*command, status=None, timeout_s=COLLECT_TIMEOUT_S, env=env)
     return Collected(done.returncode, json.loads(done.stdout), folder)
 
 
 def debugger_on_path(folder: Path) -> str:
     """Return a PATH on which each debugger only notes that it was called."""
-    folder.mkdir()
     for name in ("gdb", "cuda-gdb"):
-        (folder / name).write_text(f'#!/bin/sh\necho "$0" >> {folder}/called\n')
-        (folder / name).chmod(0o755)
+        make_tool(folder, f'echo "$0" >> {folder}/called', name)
     return f"{folder}:{os.environ['PATH']}"
 
 
@@ -132,26 +123,20 @@ def tell(server: Server, folder: Path) -> Story:
     assert (loaded.result().status, asked.result().status) == (0, 0)
     called = folder / "bin" / "called"
     debuggers = called.read_text().splitlines() if called.exists() else []
-    victim, late = server.pid_of(RANKS[1]), []
-    os.kill(victim, signal.SIGSTOP)
-    asking = threading.Thread(
-        target=lambda: late.extend(server.generate(max_new_tokens=16, timeout_s=900)["output_ids"]), daemon=True
-    )
-    asking.start()
-    waiting = server.pid_of(RANKS[0])
-    wait_until(lambda: _waits(waiting), "the other rank waits for it", COLLECT_TIMEOUT_S)
-    hung = collect(server, folder / "hung", "--native", "--interval", "1")
-    stat = procfs.read_stat(victim)
-    os.kill(victim, signal.SIGCONT)
-    asking.join(COLLECT_TIMEOUT_S)
+    victim, waiting = server.pid_of(RANKS[1]), server.pid_of(RANKS[0])
+    with stopped(victim):
+        late = ask_later(server, 16)
+        wait_until(lambda: _waits(waiting), "the other rank waits for it", COLLECT_TIMEOUT_S)
+        hung = collect(server, folder / "hung", "--native", "--interval", "1")
+        state = state_of(victim)
     return Story(
         answers=(before, after),
         secs=(usual, meanwhile),
         debuggers=debuggers,
         well=well,
         hung=hung,
-        state=stat.state if stat else "",
-        late_answer=late,
+        state=state,
+        late_answer=late(),
     )
 
 
@@ -184,16 +169,15 @@ def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         Server.start(ensure_lane("0.5.23", pristine=True)) as other,
     ):
         wait_all_ready((server, other))
-        command = [sys.executable, "-m", "sglang_crashkit", "collect", "--output-dir", str(folder / "refused")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COLLECT_TIMEOUT_S, check=False)
+        done = run_kit("collect", "--output-dir", folder / "refused", status=None)
         both = collect_of(["--all-servers"], folder / "both", "--interval", "1")
         return Beside((done.returncode, done.stderr), both, (server.pid, other.pid))
 
 
 def test_both_ranks_and_the_servers_other_processes_are_found(story: Story) -> None:
     found = {process["title"]: process for process in story.well.document["processes"]}
-    assert {*RANKS, "sglang::detokenizer"} <= found.keys()
-    assert "sglang::crash_handler" not in found
+    assert {*RANKS, DETOKENIZER} <= found.keys()
+    assert HANDLER not in found
     assert [found[title]["ranks"] for title in RANKS] == [{"tp": 0}, {"tp": 1}]
     assert {process["role"] for process in found.values()} >= {"scheduler", "detokenizer", "server"}
     assert story.well.status == 0

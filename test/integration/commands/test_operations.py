@@ -1,4 +1,4 @@
-"""What is for operators, on one real server: the doctor, metrics, the page of an incident, and who is told."""
+"""What is for operators, on one real server: the doctor, metrics, and who is told."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from integration.scenario import RELEASES
-from lanelib.lanes import ensure_lane
+from integration.scenario import SCHEDULER, serving
+from lanelib.lanes import Lane
 from lanelib.servers import Server
-from sglang_crashkit.view.html import write_html
 from unit.support.waiting import wait_until
-from unit.view.browser import NO_BROWSER, open_browser
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -37,20 +35,17 @@ class Operated(NamedTuple):
     crash_folder: Path
 
 
-@pytest.fixture(scope="module", params=RELEASES)
-def operated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+@pytest.fixture(scope="module")
+def operated(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     """A server that has answered a request."""
     folder = tmp_path_factory.mktemp("operated")
-    lane = ensure_lane(request.param)
     # The last argument of the command is the incident's folder.
     copies = f'cat > {folder}/copy; cp "$0"/incident.json {folder}/copy.json'
     env = {
         "SGLANG_CRASHKIT_METRICS_FILE": str(folder / "kit.prom"),
         "SGLANG_CRASHKIT_ON_INCIDENT": f"sh -c {shlex.quote(copies)}",
     }
-    arguments = ["--enable-metrics", "--crash-dump-folder", str(folder / "crash")]
-    with Server.start(lane, extra_args=arguments, env=env) as server:
-        server.wait_ready()
+    with serving(lane, folder / "crash", "--enable-metrics", env=env) as server:
         server.generate("Hello", max_new_tokens=4)
         yield Operated(server, Path(lane.python), folder / "kit.prom", folder / "copy.json", folder / "crash")
 
@@ -109,7 +104,7 @@ def test_the_doctor_finds_nothing_wrong(operated: Operated) -> None:
 
 
 def test_a_crash_is_told_of(operated: Operated) -> None:
-    os.kill(operated.server.pid_of("sglang::scheduler"), signal.SIGKILL)
+    os.kill(operated.server.pid_of(SCHEDULER), signal.SIGKILL)
     document = wait_until(lambda: whole_json(operated.copy), "the command ran", 60)
     (incident,) = operated.crash_folder.glob(KILLED)
     assert document == json.loads((incident / "incident.json").read_text())
@@ -128,24 +123,3 @@ def test_a_crash_is_told_of(operated: Operated) -> None:
         60,
     )
     assert 'kind="killed"' in last
-
-
-def crash_of(operated: Operated) -> Path:
-    """Return the folder of the incident of a killed rank, which is killed here unless it was before."""
-    found = [*operated.crash_folder.glob(KILLED)]
-    if not found:
-        os.kill(operated.server.pid_of("sglang::scheduler"), signal.SIGKILL)
-        found = wait_until(lambda: [*operated.crash_folder.glob(KILLED)], "it is whole", 60)
-    return found[0]
-
-
-@pytest.mark.skipif(bool(NO_BROWSER), reason=NO_BROWSER)
-def test_the_page_of_a_crash_opens(operated: Operated, tmp_path: Path) -> None:
-    page = tmp_path / "incident.html"
-    write_html(crash_of(operated), page)
-    with open_browser(tmp_path) as browser:
-        browser.requests()
-        browser.open(page)
-        assert browser.log() == []
-        assert {url.partition(":")[0] for url in browser.requests()} == {"file"}
-        assert "SIGKILL" in browser.js("return document.body.innerText")

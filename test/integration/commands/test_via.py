@@ -7,10 +7,7 @@ where no one else looks.
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,11 +20,10 @@ import sglang_crashkit
 from integration.commands.loopback_sshd import HOST_VARIABLE, Sshd, why_not
 from integration.commands.test_collect import Collected as OfOneServer
 from integration.crashes.test_two_nodes import RANKS, two_nodes
+from integration.scenario import run_kit, stopped
 from lanelib.servers import wait_all_ready
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.snapshot import parse
-from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
@@ -63,10 +59,10 @@ class Story:
 
 
 def collect(sshd: Sshd, kit: Path, output: Path, *hosts: str) -> Collected:
-    command = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", "--snapshots=2", "--interval=0.2"]
-    command += [f"--via={shlex.join([*sshd.command, '{host}'])}", f"--hosts={','.join(hosts)}"]
+    command = ["collect", "--json", "--snapshots=2", "--interval=0.2", f"--hosts={','.join(hosts)}"]
+    command += [f"--via={shlex.join([*sshd.command, '{host}'])}"]
     command += [f"--remote-command={shlex.quote(str(kit))}", f"--output-dir={output}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
+    done = run_kit(*command, status=None, timeout_s=LONG_S)
     assert done.stdout, done.stderr
     return Collected(done.returncode, json.loads(done.stdout), output)
 
@@ -88,13 +84,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             (odd / f"{host}.pid").write_text(str(node.pid))
         ranks = {host: node.pid_of(title) for host, node, title in zip(HOSTS, nodes, RANKS, strict=True)}
         before = nodes[0].generate()["output_ids"]
-        os.kill(ranks["h1"], signal.SIGSTOP)
-        try:
-            wait_until(lambda: getattr(procfs.read_stat(ranks["h1"]), "state", "") == "T", "the rank is stopped")
+        with stopped(ranks["h1"]):
             both = collect(sshd, kit, odd / "both", *HOSTS)
             more = collect(sshd, kit, odd / "more", *HOSTS, "locked", "stranger", "gone")
-        finally:
-            os.kill(ranks["h1"], signal.SIGCONT)
         yield Story(ranks, both, more, (before, nodes[0].generate(timeout_s=LONG_S)["output_ids"]))
 
 

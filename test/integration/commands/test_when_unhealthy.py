@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from integration.scenario import RELEASES
+from integration.faults import TP1, UNHEALTHY
+from integration.scenario import stopped
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from unit.support.waiting import wait_until
@@ -22,10 +21,8 @@ pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 COLLECT_S = 300.0
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_a_stopped_rank_is_collected_and_named(tmp_path: Path, release: str) -> None:
-    env = {"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}
-    with Server.start(ensure_lane(release, pristine=True), tp=2, env=env) as server:
+    with Server.start(ensure_lane(release, pristine=True), tp=2, env=UNHEALTHY) as server:
         server.wait_ready()
         said = tmp_path / "said"
         words = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", "-o", str(tmp_path / "out")]
@@ -38,13 +35,12 @@ def test_a_stopped_rank_is_collected_and_named(tmp_path: Path, release: str) -> 
             ) as collect,
         ):
             wait_until(lambda: "it is healthy" in said.read_text(), "its health was asked for")
-            rank = server.pid_of("sglang::scheduler_TP1")
-            os.kill(rank, signal.SIGSTOP)
-            try:
-                output, _none = collect.communicate(timeout=COLLECT_S)
-            finally:
-                collect.kill()
-                os.kill(rank, signal.SIGCONT)
+            rank = server.pid_of(TP1)
+            with stopped(rank):
+                try:
+                    output, _none = collect.communicate(timeout=COLLECT_S)
+                finally:
+                    collect.kill()
         assert collect.returncode == 0, said.read_text()
         assert "is unhealthy: its health check" in said.read_text()
         document = json.loads(output)

@@ -10,29 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, Sent, ask_in_flight, handler_pid
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from integration.faults import DETOKENIZER, TP0, TP1
+from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, Sent, ask_in_flight, handler_pid, serving
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-TP0, TP1 = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
 #: Longer than what is taken for silence, in seconds.
 SILENT_S = 6.0
 REQUEST = Sent("in-flight", "Once upon a time")
 #: What is essential is on disk this soon after SIGTERM, in seconds: an orchestrator kills after 30. A machine that is
 #: not busy needs 5.
 EVIDENCE_S = 15.0
-
-
-def start(release: str, folder: Path) -> Server:
-    arguments = ["--crash-dump-folder", str(folder)]
-    server = Server.start(ensure_lane(release), tp=2, extra_args=arguments, env=PATIENCE)
-    server.wait_ready()
-    return server
 
 
 def titles_with_stacks(stored: StoredIncident) -> set[str]:
@@ -45,15 +36,14 @@ def titles_with_stacks(stored: StoredIncident) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_the_stopped_rank_is_named_within_the_grace_period(release: str, tmp_path: Path) -> None:
     folder = tmp_path / "crash"
-    with start(release, folder) as server:
+    with serving(release, folder, tp=2, env=PATIENCE) as server:
         ask_in_flight(server, REQUEST)
         os.kill(server.pid_of(TP1), signal.SIGSTOP)
         time.sleep(SILENT_S)
         os.kill(server.pid, signal.SIGTERM)
-        wanted = {TP0, TP1, "sglang::detokenizer"}
+        wanted = {TP0, TP1, DETOKENIZER}
         wait_until(
             lambda: any(wanted <= titles_with_stacks(one) for one in find_incidents(folder)),
             "the stacks are on disk",
@@ -75,7 +65,7 @@ def test_the_stopped_rank_is_named_within_the_grace_period(release: str, tmp_pat
 @pytest.mark.parametrize("release", ["0.5.9", "0.5.23"])
 def test_a_server_that_goes_on_and_drains_leaves_no_incident(release: str, tmp_path: Path) -> None:
     folder = tmp_path / "crash"
-    with start(release, folder) as server:
+    with serving(release, folder, tp=2, env=PATIENCE) as server:
         ask_in_flight(server, REQUEST, tokens=700)
         handler, rank = handler_pid(server), server.pid_of(TP1)
         os.kill(rank, signal.SIGSTOP)

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, Wreck, wreck
-from lanelib.lanes import ensure_lane
+from integration.faults import DETOKENIZER, send
+from integration.faults import TP0 as FIRST
+from integration.faults import TP1 as SECOND
+from integration.import_hook import write_site
+from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, Wreck, break_one
 from lanelib.servers import Server
-from unit.support.targets import make_tool, state_of
+from unit.support.targets import UNDUMPABLE, make_tool, state_of, unprivileged
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-FIRST, SECOND = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
-DETOKENIZER = "sglang::detokenizer"
-PR_CAPBSET_DROP, CAP_SYS_PTRACE = 24, 19
 #: What every Python of the server runs first: no one may trace it without the capability, and SIGUSR2 makes it hold its
 #: GIL in C for ever, as a stuck extension does.
-UNTRACEABLE = """
-import ctypes, pathlib, signal
-ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+UNTRACEABLE = f"""{UNDUMPABLE}
+import pathlib, signal
 def hold_the_lock(*_):
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
@@ -37,23 +33,15 @@ signal.signal(signal.SIGUSR2, hold_the_lock)
 """
 
 
-def text_of(left: Wreck, title: str, kind: str) -> str:
-    return (left.folder / left.evidence(title, kind)["path"]).read_text()
-
-
-@pytest.fixture(scope="module", params=RELEASES)
-def without_pyspy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wreck]:
+@pytest.fixture(scope="module")
+def without_pyspy(release: str, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     """A server with a py-spy that never returns, of which one rank ends by SIGSEGV."""
-    folder = tmp_path_factory.mktemp("crash")
     # A rank that raises waits two seconds for its stacks: with more time for py-spy it would be gone before its turn.
     env = {
         "SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path_factory.mktemp("tool"), "exec sleep 600"),
         "SGLANG_CRASHKIT_BUDGET_SECS": PATIENCE["SGLANG_CRASHKIT_BUDGET_SECS"],
     }
-    args = ["--crash-dump-folder", str(folder)]
-    with Server.start(ensure_lane(request.param), tp=2, extra_args=args, env=env) as server:
-        server.wait_ready()
-        yield wreck(server, folder, lambda s: os.kill(s.pid_of(SECOND), signal.SIGSEGV))
+    return break_one(release, tmp_path_factory.mktemp("crash"), send(SECOND, signal.SIGSEGV), tp=2, env=env)
 
 
 def test_every_survivor_has_a_stack_without_py_spy(without_pyspy: Wreck) -> None:
@@ -64,14 +52,14 @@ def test_every_survivor_has_a_stack_without_py_spy(without_pyspy: Wreck) -> None
             assert piece["status"] == "captured", piece
             assert piece["source"] in ("in-process", "faulthandler")
             assert piece["reason"].startswith("py-spy did not end within")
-    assert "run_scheduler_process" in text_of(without_pyspy, FIRST, "stack")
-    assert "sglang/srt" in text_of(without_pyspy, DETOKENIZER, "stack")
+    assert "run_scheduler_process" in without_pyspy.text(FIRST, "stack")
+    assert "sglang/srt" in without_pyspy.text(DETOKENIZER, "stack")
 
 
 def test_the_dead_rank_left_its_own_last_stack(without_pyspy: Wreck) -> None:
     piece = without_pyspy.evidence(SECOND, "fault_stack")
     assert (piece["status"], piece["source"]) == ("captured", "faulthandler")
-    text = text_of(without_pyspy, SECOND, "fault_stack")
+    text = without_pyspy.text(SECOND, "fault_stack")
     assert text.startswith("Fatal Python error: Segmentation fault")
     assert "run_scheduler_process" in text
     assert without_pyspy.report(SECOND)["doing"]
@@ -102,13 +90,9 @@ def test_a_stopped_rank_stays_stopped_and_has_a_stack(tmp_path: Path) -> None:
             states.append(state)
             time.sleep(0.01)
 
-    args = ["--crash-dump-folder", str(tmp_path)]
-    env = {"SGLANG_CRASHKIT_NATIVE": "1"}
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=args, env=env) as server:
-        server.wait_ready()
-        left = wreck(server, tmp_path, fault)
+    left = break_one("0.5.23", tmp_path, fault, tp=2, env={"SGLANG_CRASHKIT_NATIVE": "1"})
     assert left.evidence(FIRST, "stack")["source"] == "py-spy"
-    assert "run_scheduler_process" in text_of(left, FIRST, "stack")
+    assert "run_scheduler_process" in left.text(FIRST, "stack")
     native = left.evidence(FIRST, "native_stack")
     assert (native["status"], native["reason"]) == ("skipped", "it is stopped, and must stay as it was found")
     # It runs until the signal takes effect, and for a moment when it is killed at last.
@@ -120,11 +104,8 @@ def test_a_stopped_rank_stays_stopped_and_has_a_stack(tmp_path: Path) -> None:
     assert left.left == []
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_without_permission_to_trace_every_rung_below_py_spy_delivers(release: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(UNTRACEABLE)
-    folder = tmp_path / "crash"
-    lane = ensure_lane(release)
+    env = PATIENCE | write_site(tmp_path, UNTRACEABLE)
 
     def fault(server: Server) -> None:
         # A rank that serves a request runs Python, which takes the signal.
@@ -132,34 +113,13 @@ def test_without_permission_to_trace_every_rung_below_py_spy_delivers(release: s
         wait_until((tmp_path / "holds").exists, "the rank holds the GIL", EXIT_TIMEOUT_S)
         os.kill(server.pid_of(SECOND), signal.SIGKILL)
 
-    with without_capability(
-        lambda: Server.start(
-            lane, tp=2, extra_args=["--crash-dump-folder", str(folder)], env=PATIENCE | {"PYTHONPATH": str(tmp_path)}
-        )
-    ) as server:
-        server.wait_ready()
-        left = wreck(server, folder, fault)
+    left = break_one(release, tmp_path / "crash", fault, tp=2, env=env, prefix=unprivileged([]))
     held = left.evidence(FIRST, "stack")
     assert (held["status"], held["source"]) == ("captured", "faulthandler"), held
     assert "the GIL is not to be had" in held["reason"]
     assert left.report(FIRST)["doing"][0].startswith("hold_the_lock ("), left.report(FIRST)
-    assert "run_scheduler_process" in text_of(left, FIRST, "stack")
+    assert "run_scheduler_process" in left.text(FIRST, "stack")
     free = left.evidence(DETOKENIZER, "stack")
     assert (free["status"], free["source"]) == ("captured", "in-process"), free
     assert left.report(SECOND)["exit"]["signal"] == "SIGKILL"
     assert left.left == []
-
-
-def without_capability(start: object) -> Server:
-    """Start a server that has no capability to trace; a bounding set belongs to the thread that starts it."""
-    started: list[Server] = []
-
-    def run() -> None:
-        if os.geteuid() == 0:
-            assert ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_SYS_PTRACE, 0, 0, 0) == 0
-        started.append(start())  # type: ignore[operator]
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    return started[0]

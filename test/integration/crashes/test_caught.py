@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from integration.import_hook import write_site
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
-from sglang_crashkit.incident.store import find_incidents
+from integration.scenario import serving, whole_incidents
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(600)]
@@ -43,17 +41,14 @@ def change(module):
 
 
 def test_a_fault_that_is_caught_is_one_incident_and_the_server_serves_on(tmp_path: Path) -> None:
-    site, folder = tmp_path / "site", tmp_path / "crash"
-    site.mkdir()
-    env = write_site(site, CODE, "sglang.srt.managers.io_struct", "sglang.srt.managers.scheduler")
-    arguments = ["--crash-dump-folder", str(folder)]
-    with Server.start(ensure_lane("0.5.23"), extra_args=arguments, env=env) as server:
-        server.wait_ready()
+    folder = tmp_path / "crash"
+    env = write_site(tmp_path / "site", CODE, "sglang.srt.managers.io_struct", "sglang.srt.managers.scheduler")
+    with serving("0.5.23", folder, env=env) as server:
         for _ in range(2):
             assert len(server.generate("Hello", max_new_tokens=13, timeout_s=LONG)["output_ids"]) == 13
-        (stored,) = wait_until(lambda: [one for one in find_incidents(folder) if one.finished], "its incident", LONG)
+        (stored,) = wait_until(lambda: whole_incidents(folder), "its incident", LONG)
         assert len(server.generate("Hello", max_new_tokens=4, timeout_s=LONG)["output_ids"]) == 4
     document = stored.document or {}
     assert (document["kind"], document["requests"]["reason"]) == ("exception", "the server went on")
     assert "raised ValueError: no such page, which SGLang caught; it serves on." in document["verdict"]["basis"][0]
-    assert len([one for one in find_incidents(folder) if one.finished]) == 1
+    assert len(whole_incidents(folder)) == 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from integration.import_hook import write_site
-from integration.scenario import PATIENCE, Wreck, wreck
-from lanelib.lanes import ensure_lane
+from integration.scenario import PATIENCE, Wreck, break_one
 from lanelib.servers import Server, greedy
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(600)]
@@ -31,13 +31,11 @@ def change(module):
 
 @pytest.fixture(scope="module")
 def wrecked(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
-    folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
+    site = tmp_path_factory.mktemp("site")
     environ = write_site(site, CODE, "sglang.srt.utils.rank_consensus_checker") | PATIENCE
     environ["SGLANG_ENABLE_RANK_CONSENSUS_CHECKER"] = "1"
-    arguments = ["--crash-dump-folder", str(folder)]
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=arguments, env=environ) as server:
-        server.wait_ready()
-        return wreck(server, folder, lambda _server: diverge(site, server))
+    fault = partial(diverge, site)
+    return break_one("0.5.23", tmp_path_factory.mktemp("crash"), fault, tp=2, env=environ)
 
 
 def diverge(site: Path, server: Server) -> None:

@@ -1,29 +1,27 @@
-"""The crash folder of a real server takes no more: on a tmpfs that fills up, on one that is full, and read-only."""
+"""The crash folder of a real server takes no more: it fills up, is full or read-only on a tmpfs, or is no folder."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.scenario import RELEASES, Wreck, wreck
-from lanelib.lanes import Lane, ensure_lane
+from integration.faults import send
+from integration.scenario import SCHEDULER, Wreck, break_one, incidents_of
+from lanelib.lanes import Lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.small_disk import fill, mounted
 from unit.support.waiting import LONG, wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-SCHEDULER = "sglang::scheduler"
 #: The small disk is for incidents.
 ENVIRONMENT = {"SGLANG_CRASHKIT_KEEP_FREE_MB": "0"}
 
@@ -37,28 +35,13 @@ class Left:
     outside: list[StoredIncident]  # those in the temporary folder
 
 
-@pytest.fixture(params=RELEASES)
-def lane(request: pytest.FixtureRequest) -> Lane:
-    return ensure_lane(request.param)
-
-
-@pytest.fixture
-def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    # SGLang puts its sockets there, whose paths must be short.
-    return tmp_path_factory.mktemp("t")
-
-
 def break_it(lane: Lane, folder: Path, temporary: Path, fault: Callable[[Server], None]) -> Left:
-    environment = ENVIRONMENT | {"TMPDIR": str(temporary)}
-    with Server.start(lane, extra_args=["--crash-dump-folder", str(folder)], env=environment) as server:
-        server.wait_ready()
-        left = wreck(server, folder, fault, requests=2)
+    left = break_one(lane, folder, fault, requests=2, env=ENVIRONMENT | {"TMPDIR": str(temporary)})
     (fallback,) = temporary.glob("sglang-crashkit-*")
-    return Left(left, find_incidents(folder), find_incidents(fallback))
+    return Left(left, incidents_of(folder), find_incidents(fallback))
 
 
-def kill_scheduler(server: Server) -> None:
-    os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
+kill_scheduler = send(SCHEDULER)
 
 
 def check_the_essential(left: Left, found: StoredIncident) -> dict[str, Any]:
@@ -81,6 +64,7 @@ def check_the_essential(left: Left, found: StoredIncident) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.matrix
 def test_a_disk_that_fills_meanwhile_has_what_is_essential(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=8m,mode=700") as folder:
 
@@ -103,6 +87,7 @@ def test_a_disk_that_fills_meanwhile_has_what_is_essential(lane: Lane, temporary
         assert [path.name for path in found.path.rglob(".*")] == []
 
 
+@pytest.mark.matrix
 def test_with_a_full_disk_the_incident_is_elsewhere(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=8m,mode=700") as folder:
 
@@ -123,6 +108,19 @@ def test_with_a_full_disk_the_incident_is_elsewhere(lane: Lane, temporary: Path,
         assert sorted(kept) == sorted((request.rid, request.text) for request in left.wreck.sent)
 
 
+def test_one_that_cannot_be_made_costs_neither_end_nor_evidence(lane: Lane, temporary: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    left = break_it(lane, tmp_path / "file" / "crash", temporary, kill_scheduler)
+    (found,) = left.outside
+    document = check_the_essential(left, found)
+    # Upstream's server is there, and useless, 100 s later.
+    assert left.wreck.seconds_to_exit < 50
+    assert Path(document["requests"]["path"]).is_relative_to(found.path.parents[2])
+    assert "cannot be used" in left.wreck.log
+    assert f"Not a directory: '{tmp_path}/file/crash" in left.wreck.log
+
+
+@pytest.mark.matrix
 def test_a_read_only_folder_is_replaced_by_the_temporary_one(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=8m,mode=700,ro") as folder:
         left = break_it(lane, folder, temporary, kill_scheduler)

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import PATIENCE, RELEASES
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
-from sglang_crashkit.incident.store import find_incidents
+from integration.import_hook import write_site
+from integration.scenario import PATIENCE, SCHEDULER, serving, whole_incidents
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -58,23 +56,21 @@ class Told:
     answered: int
 
 
-@pytest.fixture(scope="module", params=RELEASES)
-def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
-    folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
-    (site / "sitecustomize.py").write_text(CODE)
-    environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "PYTHONPATH": str(site)} | PATIENCE
-    arguments = ["--crash-dump-folder", str(folder)]
+@pytest.fixture(scope="module")
+def told(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    folder = tmp_path_factory.mktemp("crash")
+    environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}"} | PATIENCE
+    environ |= write_site(tmp_path_factory.mktemp("site"), CODE)
 
     def whole(kind: str) -> list[tuple[Path, dict[str, Any]]]:
-        found = [(one.path, one.document or {}) for one in find_incidents(folder) if one.finished]
-        return [(path, document) for path, document in found if document.get("kind") == kind]
+        found = [(one.path, one.document or {}) for one in whole_incidents(folder)]
+        return [(path, document) for path, document in found if document["kind"] == kind]
 
-    with Server.start(ensure_lane(request.param), extra_args=arguments, env=environ) as server:
-        server.wait_ready()
+    with serving(release, folder, env=environ) as server:
         for _ in range(10):
             # The first batches have a longer limit.
             server.generate("Hello", max_new_tokens=4, timeout_s=LONG)
-        rank = server.pid_of("sglang::scheduler")
+        rank = server.pid_of(SCHEDULER)
         os.kill(rank, RAISE_SIGNAL)
         ((path, died),) = wait_until(lambda: whole("thread_died"), "the death of a thread", LONG)
         answered = len(server.generate("Hello", max_new_tokens=4, timeout_s=LONG)["output_ids"])

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from integration.import_hook import write_site
-from integration.scenario import PATIENCE, handlers_of
+from integration.scenario import PATIENCE, handlers_of, serving
 from lanelib.lanes import Lane, ensure_lane
-from lanelib.servers import Server
 from sglang_crashkit.cli.commands.status import find_running_servers
 from sglang_crashkit.incident.store import find_incidents
 from unit.support.waiting import wait_until
@@ -75,11 +74,9 @@ def write_model(lane: Lane, folder: Path) -> Path:
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_killed_rank_is_told_and_the_server_is_left_to_upstream(release: str, tmp_path: Path) -> None:
     lane, folder = ensure_lane(release), tmp_path / "crash"
-    model = write_model(lane, tmp_path / "model")
-    options = ["--encoder-only", "--model-path", str(model), "--crash-dump-folder", str(folder)]
+    options = ["--encoder-only", "--model-path", str(write_model(lane, tmp_path / "model"))]
     env = PATIENCE | {"SGLANG_DISABLED_MODEL_ARCHS": ""} | write_site(tmp_path, KERNELS, "torch")
-    with Server.start(lane, tp=2, extra_args=options, env=env) as server:
-        server.wait_ready()
+    with serving(lane, folder, *options, tp=2, env=env) as server:
         (rank,) = (pid for pid, title in server.processes() if "spawn_main" in title)
         watched = [one for one in find_running_servers() if one.pid in dict(server.processes())]
         assert [[one.handler] for one in watched] == [handlers_of(server)]

@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from integration.crashes.whole import assert_whole, times_of
 from integration.faults import FAULTS, HANG_S, HOARD_SIGNAL, TP1, Fault, wait, write_site
 from integration.memory_group import MemoryGroup, NoMemoryGroupError, memory_group
-from integration.scenario import PATIENCE, RELEASES, Wreck, wreck
-from lanelib.lanes import ensure_lane
+from integration.scenario import PATIENCE, Wreck, break_one, start, wreck
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY
 from sglang_crashkit.kernel import procfs
@@ -43,9 +43,7 @@ def cases() -> list[object]:
 
 @pytest.mark.parametrize(("release", "fault"), cases())
 def test_every_process_has_evidence_and_nothing_is_left(release: str, fault: Fault, tmp_path: Path) -> None:
-    folder = tmp_path / "crash"
     env = PATIENCE | write_site(tmp_path / "site") | dict(fault.env)
-    options = ["--crash-dump-folder", str(folder), *fault.args]
     tp = fault.tp if fault.dp == 1 else 1
     watch, struck = StateWatch(), [0.0]
 
@@ -54,9 +52,8 @@ def test_every_process_has_evidence_and_nothing_is_left(release: str, fault: Fau
         fault.strike(server)
         struck[0] = time.time()
 
-    with Server.start(ensure_lane(release), tp=tp, dp=fault.dp, extra_args=options, env=env) as server:
-        server.wait_ready()
-        left = wreck(server, folder, strike, requests=fault.requests, breaks_by_itself=fault.strike is wait)
+    how: dict[str, Any] = {"requests": fault.requests, "breaks_by_itself": fault.strike is wait}
+    left = break_one(release, tmp_path / "crash", strike, *fault.args, **how, tp=tp, dp=fault.dp, env=env)
     assert (left.status, left.left) == (fault.status, []), left.incidents
     assert_whole(left, {fault.first: fault.end} if fault.first and fault.end else {})
     assert_in_time(left, struck[0], fault.most_s)
@@ -118,7 +115,6 @@ class StateWatch:
             time.sleep(0.005)
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_a_rank_that_the_oom_killer_ended_is_named_so(release: str, tmp_path: Path) -> None:
     try:
         with memory_group("sglang-crashkit-test") as group:
@@ -132,9 +128,8 @@ def test_a_rank_that_the_oom_killer_ended_is_named_so(release: str, tmp_path: Pa
 
 
 def _starve(release: str, group: MemoryGroup, folder: Path) -> Wreck:
-    options = ["--crash-dump-folder", str(folder / "crash")]
     env = PATIENCE | write_site(folder / "site")
-    with Server.start(ensure_lane(release), tp=2, extra_args=options, env=env) as server:
+    with start(release, folder / "crash", tp=2, env=env) as server:
         # Before it imports anything, so that what its processes take is charged here.
         group.add(server.pid)
         server.wait_ready()

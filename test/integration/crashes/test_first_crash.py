@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from integration.crashes.whole import assert_whole
-from integration.scenario import PATIENCE, PROMPTS, Wreck, answers_of, run_in_lane, wreck
+from integration.faults import TP0 as SURVIVOR
+from integration.faults import TP1 as VICTIM
+from integration.faults import send
+from integration.requests.test_journal import READ_PICKLE
+from integration.scenario import PATIENCE, PROMPTS, Sent, Wreck, answers_of, run_in_lane, serving, wreck
 from lanelib.lanes import Lane, ensure_lane
-from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-VICTIM, SURVIVOR = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
 REQUESTS = 3
-READ_PICKLE = """
-import pickle, sys, json
-with open(sys.argv[1], "rb") as file:
-    data = pickle.load(file)
-requests = [(request[0].rid, request[0].text) for request in data["requests"]]
-print(json.dumps({"keys": sorted(data), "requests": requests, "shape": len(data["requests"][0])}))
-"""
 
 
 @dataclass(frozen=True)
@@ -40,21 +30,12 @@ class Crash:
 
 
 @pytest.fixture(scope="module", params=["0.5.9", pytest.param("0.5.12.post1", marks=pytest.mark.matrix), "0.5.23"])
-def crash(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crash]:
+def crash(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Crash:
     lane = ensure_lane(request.param)
     folder = tmp_path_factory.mktemp("crash")
-    with Server.start(lane, tp=2, extra_args=["--crash-dump-folder", str(folder)], env=PATIENCE) as server:
-        server.wait_ready()
+    with serving(lane, folder, tp=2, env=PATIENCE) as server:
         answers = answers_of(server)
-        left = wreck(server, folder, lambda s: os.kill(s.pid_of(VICTIM), signal.SIGKILL), requests=REQUESTS)
-        yield Crash(lane, answers, left)
-
-
-@pytest.fixture(scope="module")
-def upstream_answers() -> list[list[int]]:
-    with Server.start(ensure_lane("0.5.23", pristine=True), tp=2) as server:
-        server.wait_ready()
-        return answers_of(server)
+        return Crash(lane, answers, wreck(server, folder, send(VICTIM), requests=REQUESTS))
 
 
 def test_the_incident_names_the_killed_rank_and_its_signal(crash: Crash) -> None:
@@ -168,35 +149,23 @@ def test_the_requests_in_flight_were_saved_where_upstream_saves_them(crash: Cras
     # The file holds SGLang's own classes, and the kit's server wrote it.
     content = run_in_lane(crash.lane, READ_PICKLE, path)
     assert {"server_args", "requests", "launch_command"} <= set(content["keys"])
-    in_flight = [[request.rid, request.text] for request in crash.wreck.sent]
-    # They were sent side by side.
-    assert sorted(request for request in content["requests"] if request in in_flight) == sorted(in_flight)
-    assert sorted(text for _rid, text in content["requests"]) == sorted([*PROMPTS, *(text for _rid, text in in_flight)])
-    assert content["shape"] == 4
+    in_flight, saved = crash.wreck.sent, {Sent(one["rid"], one["text"]) for one in content["requests"]}
+    assert saved >= set(in_flight)
+    assert sorted(one.text for one in saved) == sorted([*PROMPTS, *(one.text for one in in_flight)])
+    assert content["shapes"] == [4] * len(saved)
 
 
-def test_the_document_has_every_field_of_its_schema(crash: Crash) -> None:
+def test_what_is_missing_has_a_reason_and_the_timeline_is_in_order(crash: Crash) -> None:
     incident = crash.wreck.incident
     assert incident["schema_version"] == 1
-    for name in ("id", "kind", "trigger", "server", "processes", "requests", "timeline", "verdict"):
-        assert incident[name], name
-    assert set(incident["trigger"]) == {"event", "time", "pid", "title"}
     assert incident["server"]["sglang_version"].split("+")[0] == crash.lane.release
     for process in incident["processes"]:
-        assert {"pid", "title", "role", "rank", "exit", "evidence"} <= set(process)
         for piece in process["evidence"]:
-            assert set(piece) == {"kind", "status", "path", "reason", "seconds", "source"}
             assert piece["status"] == "captured" or piece["reason"], piece
     times = [entry["time"] for entry in incident["timeline"]]
     assert times == sorted(times)
     last = ("server_exited", "process_exited", "shared_memory_removed", "shared_memory_left")
     assert incident["timeline"][-1]["event"] in last
-
-
-def test_nobody_else_can_read_the_evidence(crash: Crash) -> None:
-    host_folder = crash.wreck.folder.parent.parent
-    for path in [host_folder, *host_folder.rglob("*")]:
-        assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_the_servers_exit_status_says_that_a_rank_was_killed(crash: Crash) -> None:
@@ -206,17 +175,3 @@ def test_the_servers_exit_status_says_that_a_rank_was_killed(crash: Crash) -> No
 def test_nothing_of_the_server_is_left_running(crash: Crash) -> None:
     assert crash.wreck.left == []
     assert not list(crash.wreck.folder.parent.glob(".*"))
-
-
-def test_the_command_line_lists_the_incident(crash: Crash) -> None:
-    command = [sys.executable, "-m", "sglang_crashkit", "incidents", crash.wreck.crash_folder, "--json"]
-    listed = json.loads(subprocess.run(command, capture_output=True, timeout=30, check=True).stdout)
-    assert [entry["path"] for entry in listed] == [str(crash.wreck.folder)]
-    assert listed[0]["finished"]
-
-
-@pytest.mark.matrix
-def test_answers_are_the_same_with_and_without_the_kit(crash: Crash, upstream_answers: list[list[int]]) -> None:
-    if crash.lane.release == "0.5.23":
-        assert crash.answers == upstream_answers
-    assert all(len(answer) == 16 for answer in crash.answers)

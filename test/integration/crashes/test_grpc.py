@@ -16,7 +16,17 @@ import pytest
 
 from integration.crashes.whole import assert_whole
 from integration.faults import CRASH, SIGKILLED, TP1, wait
-from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, Sent, ask, handler_pid, journaled_rids, wreck
+from integration.scenario import (
+    EXIT_TIMEOUT_S,
+    PATIENCE,
+    Sent,
+    ask,
+    handler_pid,
+    journaled_rids,
+    rank_that_starts,
+    stopped,
+    wreck,
+)
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.cli.commands.status import find_running_servers
@@ -99,9 +109,8 @@ def test_a_stopped_and_a_killed_rank_are_told_with_the_requests(release: str, tm
         rank = server.pid_of(TP1)
         first = ask(server, Sent("first", "Once upon a time"))
         wait_until(lambda: "first" in journaled_rids(server.pid), "the request is under way", NOTICED_S)
-        os.kill(rank, signal.SIGSTOP)
-        wait_until(lambda: any(one.finished for one in find_incidents(tmp_path)), "the hang is told", NOTICED_S)
-        os.kill(rank, signal.SIGCONT)
+        with stopped(rank):
+            wait_until(lambda: any(one.finished for one in find_incidents(tmp_path)), "the hang is told", NOTICED_S)
         (hang,) = find_incidents(tmp_path)
         watched = [one for one in find_running_servers() if one.pid in dict(server.processes())]
         # THEN it serves on, as what it is told to be
@@ -133,8 +142,7 @@ def test_a_rank_that_raises_is_told_before_the_server_ends(release: str, tmp_pat
 @pytest.mark.parametrize("release", LAUNCHES)
 def test_a_rank_that_is_killed_at_the_start_is_named(release: str, tmp_path: Path) -> None:
     with serving(release, tmp_path) as server:
-        wait_until(lambda: any(title == TP1 for _pid, title in server.processes()), "the rank starts", EXIT_TIMEOUT_S)
-        os.kill(server.pid_of(TP1), signal.SIGKILL)
+        os.kill(rank_that_starts(server, TP1, EXIT_TIMEOUT_S), signal.SIGKILL)
         status = server.popen.wait(EXIT_TIMEOUT_S)
     (stored,) = find_incidents(tmp_path)
     assert status == ServerExit.KILLED

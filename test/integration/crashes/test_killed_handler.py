@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from integration.crashes.whole import assert_saved
-from integration.scenario import Wreck, handler_pid, wreck
-from lanelib.lanes import ensure_lane
+from integration.faults import TP0 as SURVIVOR
+from integration.faults import TP1 as RANK
+from integration.scenario import Wreck, break_one, handler_pid, start
 from lanelib.servers import Server
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.handler.unfinished import REASON
@@ -25,7 +26,6 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.waiting import wait_until
 
 RELEASE = "0.5.23"
-RANK, SURVIVOR = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
 #: A loaded machine takes minutes to import SGLang.
 START_S = 400.0
 #: The handler is killed a moment after it was seen at a stage, and may have come further by then.
@@ -83,31 +83,13 @@ def kill_at(stage: Stage, folder: Path) -> Callable[[Server], None]:
     return fault
 
 
-@pytest.fixture(params=STAGES, ids=lambda stage: stage.name)
-def stage(request: pytest.FixtureRequest) -> Stage:
-    found: Stage = request.param
-    return found
-
-
-@pytest.fixture
-def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # SGLang puts its sockets there, whose paths must be short.
-    return tmp_path_factory.mktemp("t")
-
-
-def start(folder: Path, temporary: Path) -> Server:
-    arguments = ["--crash-dump-folder", str(folder)]
-    return Server.start(ensure_lane(RELEASE), tp=2, extra_args=arguments, env={"TMPDIR": str(temporary)})
-
-
 def wreck_at(stage: Stage, tmp_path: Path, temporary: Path) -> tuple[Wreck, StoredIncident]:
     """Return what was left of a server whose handler was killed at that stage, and the incident."""
     missed = []
     for attempt in range(ATTEMPTS):
         folder = tmp_path / str(attempt)
-        with start(folder, temporary) as server:
-            server.wait_ready()
-            left = wreck(server, folder, kill_at(stage, folder), requests=2)
+        env = {"TMPDIR": str(temporary)}
+        left = break_one(RELEASE, folder, kill_at(stage, folder), requests=2, tp=2, env=env)
         (found,) = find_incidents(folder)
         if stage.is_hit_by(found):
             return left, found
@@ -175,6 +157,7 @@ def check_what_is_finished(stage: Stage, found: StoredIncident, left: Wreck) -> 
     assert_saved([str(saved)], left.sent)
 
 
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_killed_handlers_incident_is_finished_at_the_next_start(
     stage: Stage, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,7 +167,7 @@ def test_a_killed_handlers_incident_is_finished_at_the_next_start(
     check_what_can_be_read(stage, found, left, capsys.readouterr().out)
     before = {path: path.read_bytes() for path in found.path.rglob("*") if path.is_file()}
 
-    with start(left.crash_folder, temporary) as server:
+    with start(RELEASE, left.crash_folder, tp=2, env={"TMPDIR": str(temporary)}) as server:
         log = next(left.crash_folder.glob("*/crash_handler.log"))
         known = f"watching server {server.pid},"
         wait_until(lambda: known in log.read_text(), "the next server's handler is at work", START_S)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from integration.crashes.whole import assert_before_the_end, assert_whole
-from integration.scenario import RELEASES, Wreck, wreck
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from integration.faults import CRASH, wait
+from integration.scenario import Wreck, break_one, serving, wreck
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.kernel import procfs
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
-ENV = {"SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1", "SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50"}
+ENV = CRASH | {"SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1"}
 
 #: How a job's script runs a server: in its own process group, with other work in it, and with something to do after it.
 SCRIPT = """
@@ -43,13 +43,9 @@ def members_of(group: int) -> list[str]:
 
 
 # The older releases have no such branch of their own, the newest has, and would kill while the requests are written.
-@pytest.mark.parametrize("release", RELEASES)
 def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: Path) -> None:
-    lane = ensure_lane(release)
-    options = ["--crash-dump-folder", str(tmp_path)]
-    with Server.start(lane, tp=2, extra_args=options, env=ENV) as server:
-        server.wait_ready()
-        left = wreck(server, tmp_path, lambda _server: None, breaks_by_itself=True)
+    with serving(release, tmp_path, tp=2, env=ENV) as server:
+        left = wreck(server, tmp_path, wait, breaks_by_itself=True)
         assert members_of(server.pid) == []
     # The main process, of the same group, is given the time to end with a status of its own.
     assert left.status == ServerExit.RAISED
@@ -57,14 +53,10 @@ def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: 
     assert_told_before_the_group_died(left)
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_a_script_in_its_servers_group_goes_on(release: str, tmp_path: Path) -> None:
-    lane, crash, fate = ensure_lane(release), tmp_path / "crash", tmp_path / "fate"
-    env = ENV | {"FATE": str(fate)}
-    options = ["--crash-dump-folder", str(crash)]
-    with Server.start(lane, tp=2, extra_args=options, env=env, prefix=("sh", "-c", SCRIPT, "sh")) as server:
-        server.wait_ready()
-        left = wreck(server, crash, lambda _server: None, breaks_by_itself=True)
+    fate = tmp_path / "fate"
+    how: dict[str, Any] = {"tp": 2, "env": ENV | {"FATE": str(fate)}, "prefix": ("sh", "-c", SCRIPT, "sh")}
+    left = break_one(release, tmp_path / "crash", wait, breaks_by_itself=True, **how)
     assert (left.status, left.left) == (ServerExit.RAISED, [])
     assert fate.read_text() == f"server {int(ServerExit.RAISED)}, neighbour alive\n"
     assert_told_before_the_group_died(left)

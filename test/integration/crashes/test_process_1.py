@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from integration.requests.test_journal import holding
-from integration.scenario import RELEASES
+from integration.scenario import SCHEDULER, start
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import tree_of
 from lanelib.servers import Server, free_port, wait_all_ready
@@ -53,8 +51,7 @@ class Host:
     def start(self, lane: Lane, *prefix: str) -> Server:
         """Start a server in a container, below `prefix` there."""
         environment = {"TMPDIR": str(self.temporary), "HOSTNAME": HOST}
-        arguments = ["--crash-dump-folder", str(self.crash)]
-        return Server.start(lane, extra_args=arguments, env=environment, prefix=(*CONTAINER, *prefix))
+        return start(lane, self.crash, env=environment, prefix=(*CONTAINER, *prefix))
 
     @property
     def left(self) -> list[str]:
@@ -85,11 +82,8 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    # The path of a socket must be short.
-    temporary = Path(tempfile.mkdtemp(prefix="ck-"))
-    yield Host(tmp_path / "crash", temporary)
-    shutil.rmtree(temporary)
+def host(tmp_path: Path, temporary: Path) -> Host:
+    return Host(tmp_path / "crash", temporary)
 
 
 def first_process_of(server: Server) -> int:
@@ -104,11 +98,6 @@ def stop(server: Server) -> int:
     return server.popen.wait(EXIT_S)
 
 
-@pytest.fixture(params=RELEASES)
-def lane(request: pytest.FixtureRequest) -> Lane:
-    return ensure_lane(request.param)
-
-
 @pytest.mark.matrix
 def test_a_clean_stop_of_process_1_is_no_crash(lane: Lane, host: Host) -> None:
     with host.start(lane) as server:
@@ -119,20 +108,6 @@ def test_a_clean_stop_of_process_1_is_no_crash(lane: Lane, host: Host) -> None:
     assert host.left == []
     assert host.next_start_reports() == []
     assert host.left == []
-
-
-@pytest.mark.matrix
-def test_a_crash_of_process_1_leaves_a_whole_incident_only(lane: Lane, host: Host) -> None:
-    with host.start(lane) as server:
-        server.wait_ready()
-        os.kill(server.pid_of("sglang::scheduler"), signal.SIGKILL)
-        assert server.popen.wait(EXIT_S) == ServerExit.KILLED
-    (incident,) = host.incidents
-    assert incident.finished
-    assert incident.document["complete"] is True
-    assert incident.document["verdict"]["first_failure"]["title"] == "sglang::scheduler"
-    assert host.places == []
-    assert [found.path for found in host.next_start_reports()] == [incident.path]
 
 
 def test_a_killed_container_has_vanished_at_the_next_start(lane: Lane, host: Host) -> None:
@@ -199,8 +174,10 @@ def test_the_end_of_one_process_1_takes_nothing_from_another(host: Host) -> None
         assert holding(PROMPT, host.crash, host.temporary) == []
         assert host.next_start_reports() == []
         assert other.generate("Hello", max_new_tokens=4, timeout_s=120)["output_ids"]
-        os.kill(other.pid_of("sglang::scheduler"), signal.SIGKILL)
+        os.kill(other.pid_of(SCHEDULER), signal.SIGKILL)
         assert other.popen.wait(EXIT_S) == ServerExit.KILLED
     (incident,) = host.incidents
     assert incident.document["complete"] is True
+    assert incident.document["verdict"]["first_failure"]["title"] == SCHEDULER
     assert host.places == []
+    assert [found.path for found in host.next_start_reports()] == [incident.path]

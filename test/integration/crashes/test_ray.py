@@ -17,8 +17,19 @@ import pytest
 from integration.crashes.whole import assert_told, journaled
 from integration.faults import RAISE_SIGNAL, SITE_CODE, TP1
 from integration.import_hook import write_site
-from integration.scenario import EXIT_TIMEOUT_S, IN_FLIGHT_S, PATIENCE, Sent, ask, journaled_rids, left_of
-from lanelib.lanes import Lane, ensure_lane
+from integration.scenario import (
+    EXIT_TIMEOUT_S,
+    IN_FLIGHT_S,
+    PATIENCE,
+    Sent,
+    ask,
+    journaled_rids,
+    left_of,
+    stopped,
+    wait_for_incident,
+    whole_incidents,
+)
+from lanelib.lanes import ensure_lane
 from lanelib.procs import tree_of
 from lanelib.servers import ManagedProcess, command_of, free_port, parallel_env
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -57,7 +68,17 @@ def serving(
     env |= {"SGLANG_CRASHKIT_HANG_SECS": str(HANG_SECS), "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     site = write_site(folder, SITE_CODE + cpu, "torch.cuda")
     # The path of a socket may have so many bytes only.
-    with tempfile.TemporaryDirectory(prefix="ck-ray-") as short, _cluster(lane, Path(short), env | site) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="ck-ray-") as short,
+        ManagedProcess(
+            "ray-cluster",
+            [lane.python, "-c", CLUSTER, short],
+            env=env | site,
+            host="127.0.0.1",
+            port=free_port(),
+        ) as cluster,
+    ):
+        wait_until(lambda: "\ncluster " in f"\n{cluster.log_path.read_text()}", "the cluster is up", EXIT_TIMEOUT_S)
         address = re.findall(r"^cluster (\S+)", cluster.log_path.read_text(), re.MULTILINE)[0]
         script, port = folder / "server.py", free_port()
         script.write_text(SERVER.format(address=address))
@@ -66,14 +87,6 @@ def serving(
         argv += ["--use-ray", "--nccl-port", str(free_port()), "--crash-dump-folder", str(crash_folder)]
         with ManagedProcess(f"ray-{lane.name}", argv, env=env | site, host="127.0.0.1", port=port) as server:
             yield server, cluster
-
-
-@contextmanager
-def _cluster(lane: Lane, folder: Path, env: Mapping[str, str]) -> Iterator[ManagedProcess]:
-    argv = [lane.python, "-c", CLUSTER, folder]
-    with ManagedProcess("ray-cluster", argv, env=env, host="127.0.0.1", port=free_port()) as cluster:
-        wait_until(lambda: "\ncluster " in f"\n{cluster.log_path.read_text()}", "the cluster is up", EXIT_TIMEOUT_S)
-        yield cluster
 
 
 def rank_of(server: ManagedProcess, number: int) -> int:
@@ -86,12 +99,6 @@ def ask_one(server: ManagedProcess) -> None:
     """Have one request in flight."""
     ask(server, SENT)
     wait_until(lambda: SENT.rid in journaled_rids(server.pid), "it is in flight", IN_FLIGHT_S)
-
-
-def told(folder: Path) -> StoredIncident:
-    """Wait for an incident to be whole, and return the newest."""
-    wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it is told", TOLD_S)
-    return max(find_incidents(folder), key=lambda one: one.path.name)
 
 
 def first_failure(stored: StoredIncident) -> Any:
@@ -107,13 +114,12 @@ def test_a_stopped_and_a_killed_rank_are_told_with_stacks_and_requests(tmp_path:
         assert rank not in {process.pid for process in tree_of(server.pid)}
         # WHEN one stops while it serves
         ask_one(server)
-        os.kill(rank, signal.SIGSTOP)
-        hang = told(folder)
-        os.kill(rank, signal.SIGCONT)
+        with stopped(rank):
+            hang = wait_for_incident(folder, TOLD_S)
         # WHEN it is killed
         os.kill(rank, signal.SIGKILL)
-        wait_until(lambda: len([one for one in find_incidents(folder) if one.finished]) == 2, "its end", NOTICED_S)
-        killed = told(folder)
+        wait_until(lambda: len(whole_incidents(folder)) == 2, "its end", NOTICED_S)
+        killed = wait_for_incident(folder, TOLD_S)
         # THEN the server is left to upstream, which lets it live
         assert server.popen.poll() is None
     assert (hang.document["kind"], first_failure(hang)["title"]) == ("hang", TP1)
@@ -145,12 +151,13 @@ def test_an_actor_on_another_node_is_told_of_by_a_handler_of_its_own(tmp_path: P
         os.kill(rank, signal.SIGKILL)
         kinds = {"killed": rank, "exception": rank_of(server, 0)}
         # THEN each rank is the root of an incident: one of its end, one of the connection that it lost
-        wait_until(lambda: told(tmp_path / "crash") and kinds == roots(tmp_path / "crash"), "both are told", NOTICED_S)
+        wait_for_incident(tmp_path / "crash", TOLD_S)
+        wait_until(lambda: kinds == roots(tmp_path / "crash"), "both are told", NOTICED_S)
 
 
 def roots(folder: Path) -> dict[str, int]:
     """Return the main process of each whole incident, by its kind."""
-    documents = [one.document for one in find_incidents(folder) if one.document and one.finished]
+    documents = [one.document or {} for one in whole_incidents(folder)]
     return {document["kind"]: document["server"]["pid"] for document in documents}
 
 
@@ -160,7 +167,7 @@ def test_a_rank_that_raises_is_told_with_its_traceback(tmp_path: Path) -> None:
         server.wait_ready()
         ask_one(server)
         os.kill(rank_of(server, 1), RAISE_SIGNAL)
-        stored = told(tmp_path / "crash")
+        stored = wait_for_incident(tmp_path / "crash", TOLD_S)
     assert (stored.document["kind"], first_failure(stored)["title"]) == ("exception", TP1)
     assert "asked to raise" in json.dumps(stored.document["verdict"])
 
@@ -170,7 +177,7 @@ def test_ranks_that_fail_as_they_begin_to_serve_are_told(tmp_path: Path) -> None
     # Where an actor cannot have its GPU, its constructor succeeds and its event loop does not begin.
     refuse = "def change(module):\n    def set_device(*_):\n        raise RuntimeError('no such device')\n"
     with serving(tmp_path, cpu=refuse + "    module.set_device = set_device\n") as _:
-        stored = told(tmp_path / "crash")
+        stored = wait_for_incident(tmp_path / "crash", TOLD_S)
     assert stored.document["kind"] == "exception"
     assert "no such device" in json.dumps(stored.document["verdict"])
 
@@ -179,6 +186,6 @@ def test_ranks_that_fail_as_they_begin_to_serve_are_told(tmp_path: Path) -> None
 def test_a_start_whose_actor_fails_is_a_failed_start(tmp_path: Path) -> None:
     with serving(tmp_path, env={"SGLANG_USE_CPU_ENGINE": "0"}) as (server, _cluster):
         status = server.popen.wait(EXIT_TIMEOUT_S)
-        stored = told(tmp_path / "crash")
+        stored = wait_for_incident(tmp_path / "crash", TOLD_S)
     assert status != 0
     assert first_failure(stored)["title"].startswith("sglang::scheduler_TP")

@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import Wreck, wreck
-from lanelib.lanes import ensure_lane
+from integration.faults import TP0, TP1
+from integration.scenario import break_one
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
-RANKS = FIRST, SECOND = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
-
-
-def stack_of(left: Wreck, title: str) -> str:
-    return (left.folder / left.evidence(title, "stack")["path"]).read_text()
+RANKS = FIRST, SECOND = TP0, TP1
 
 
 def test_a_rank_dying_at_shutdown_is_told_without_py_spy(tmp_path: Path) -> None:
@@ -30,10 +26,7 @@ def test_a_rank_dying_at_shutdown_is_told_without_py_spy(tmp_path: Path) -> None
         os.kill(server.pid, signal.SIGTERM)
 
     env = {"SGLANG_CRASHKIT_PYSPY": missing}
-    options = ["--crash-dump-folder", str(tmp_path / "crash")]
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=options, env=env) as server:
-        server.wait_ready()
-        left = wreck(server, tmp_path / "crash", fault)
+    left = break_one("0.5.23", tmp_path / "crash", fault, tp=2, env=env)
     assert (left.status, left.left) == (ServerExit.KILLED, [])
     first = left.incident["verdict"]["first_failure"]
     assert (left.incident["kind"], first["title"]) == ("killed", SECOND)
@@ -42,7 +35,7 @@ def test_a_rank_dying_at_shutdown_is_told_without_py_spy(tmp_path: Path) -> None
     assert stack["status"] == "captured"
     assert stack["source"] in ("in-process", "faulthandler")
     assert f"{missing}: No such file or directory" in stack["reason"]
-    assert "run_scheduler_process" in stack_of(left, FIRST)
+    assert "run_scheduler_process" in left.text(FIRST, "stack")
 
 
 def test_two_ranks_that_die_at_once_are_one_incident(tmp_path: Path) -> None:
@@ -51,9 +44,7 @@ def test_two_ranks_that_die_at_once_are_one_incident(tmp_path: Path) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=["--crash-dump-folder", str(tmp_path)]) as server:
-        server.wait_ready()
-        left = wreck(server, tmp_path, fault)
+    left = break_one("0.5.23", tmp_path, fault, tp=2)
     assert (left.status, left.left) == (ServerExit.KILLED, [])
     assert left.incident["kind"] == "killed"
     assert left.incident["verdict"]["first_failure"]["title"] in RANKS

@@ -10,9 +10,7 @@ import pytest
 
 from integration.crashes.whole import journaled
 from integration.faults import TP1
-from integration.scenario import EXIT_TIMEOUT_S, IN_FLIGHT_S, PATIENCE, Sent, ask, journaled_rids
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from integration.scenario import EXIT_TIMEOUT_S, IN_FLIGHT_S, PATIENCE, Sent, ask, journaled_rids, serving
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 from unit.support.waiting import wait_until
@@ -21,11 +19,9 @@ pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 
 def test_a_killed_rank_is_told_with_the_requests(tmp_path: Path) -> None:
-    options = ["--crash-dump-folder", str(tmp_path)]
     env = PATIENCE | {"SGLANG_RUST_SERVER": "1"}
     sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(2)]
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=options, env=env) as server:
-        server.wait_ready()
+    with serving("0.5.23", tmp_path, tp=2, env=env) as server:
         for request in sent:
             ask(server, request)
         wait_until(lambda: len(journaled_rids(server.pid)) == len(sent), "the requests are under way", IN_FLIGHT_S)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from integration.crashes.whole import assert_saved, assert_whole
-from integration.scenario import PATIENCE, RELEASES, Wreck, wreck
-from lanelib.lanes import ensure_lane
+from integration.faults import send, wait
+from integration.import_hook import write_site
+from integration.scenario import PATIENCE, SCHEDULER, Wreck, serving, wreck
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-SCHEDULER, WORKER = "sglang::scheduler", "sglang::tokenizer_worker"
+WORKER = "sglang::tokenizer_worker"
 WORKERS, REQUESTS = 2, 6
 #: On a busy machine, in seconds.
 LONG = 300.0
@@ -49,12 +51,6 @@ RAISED = Case({"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "200"}, None, ServerExi
 KILLED = Case({}, signal.SIGKILL, ServerExit.KILLED)
 
 
-@pytest.fixture(scope="module", params=RELEASES)
-def release(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param(RAISED, id="raised"), pytest.param(KILLED, id="killed", marks=pytest.mark.matrix)],
@@ -67,33 +63,22 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def left(case: Case, release: str, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     folder = tmp_path_factory.mktemp("crash")
-
-    def fault(server: Server) -> None:
-        if case.signum is not None:
-            os.kill(server.pid_of(SCHEDULER), case.signum)
-
-    with start(release, folder, case.env) as server:
-        wait_ready(server)
+    fault = wait if case.signum is None else send(SCHEDULER, case.signum)
+    with serving_by_workers(release, folder, case.env) as server:
         return wreck(server, folder, fault, requests=REQUESTS, breaks_by_itself=case.signum is None)
 
 
-def start(release: str, folder: Path, env: Mapping[str, str] = {}) -> Server:
-    arguments = ["--crash-dump-folder", str(folder), "--tokenizer-worker-num", str(WORKERS)]
-    site = folder.with_name(f"{folder.name}-site")
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(SITE)
-    env = PATIENT | PATIENCE | {"PYTHONPATH": str(site)} | dict(env)
-    return Server.start(ensure_lane(release), extra_args=arguments, env=env)
+@contextmanager
+def serving_by_workers(release: str, folder: Path, env: Mapping[str, str] = {}) -> Iterator[Server]:
+    """A server whose workers are all there: it answers as soon as the first of them does."""
+    env = PATIENT | PATIENCE | write_site(folder.with_name(f"{folder.name}-site"), SITE) | dict(env)
+    with serving(release, folder, "--tokenizer-worker-num", str(WORKERS), env=env) as server:
 
+        def are_there() -> bool:
+            return sum(title.startswith(WORKER) for _pid, title in server.processes()) == WORKERS
 
-def wait_ready(server: Server) -> None:
-    """Wait for all workers: the server answers as soon as the first of them does."""
-    server.wait_ready()
-
-    def are_there() -> bool:
-        return sum(title.startswith(WORKER) for _pid, title in server.processes()) == WORKERS
-
-    wait_until(are_there, "every tokenizer worker has its title", LONG)
+        wait_until(are_there, "every tokenizer worker has its title", LONG)
+        yield server
 
 
 def test_the_server_ends_with_all_of_its_processes(case: Case, left: Wreck) -> None:
@@ -118,8 +103,7 @@ def test_every_process_has_a_stack_or_its_end(case: Case, left: Wreck) -> None:
 
 @pytest.mark.matrix
 def test_a_killed_supervisor_leaves_requests_and_every_workers_stack(release: str, tmp_path: Path) -> None:
-    with start(release, tmp_path) as server:
-        wait_ready(server)
+    with serving_by_workers(release, tmp_path) as server:
         left = wreck(server, tmp_path, lambda broken: os.kill(broken.pid, signal.SIGKILL), requests=REQUESTS)
     assert left.status == -signal.SIGKILL
     # Uvicorn's workers get no signal, with the kit or without it; the parent-death signal ends the scheduler.

@@ -13,17 +13,24 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, answers_of, journaled_rids
-from lanelib.lanes import ensure_lane
+from integration.import_hook import write_site
+from integration.scenario import (
+    EXIT_TIMEOUT_S,
+    HANDLER,
+    PATIENCE,
+    SCHEDULER,
+    answers_of,
+    journaled_rids,
+    serving,
+    wait_for_incident,
+)
 from lanelib.procs import title_of, tree_of, watchers_of
-from lanelib.servers import Server, greedy
+from lanelib.servers import greedy
 from sglang_crashkit.kernel import procfs
-from unit.support.stored import wait_for_incident
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-SCHEDULER = "sglang::scheduler"
 REQUESTS = 3
 #: On a loaded machine, in seconds.
 LONG = 120.0
@@ -64,17 +71,14 @@ class Left:
     answered: int  # how many requests were answered before
 
 
-@pytest.fixture(scope="module", params=RELEASES)
-def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+@pytest.fixture(scope="module")
+def left(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
-    (site / "sitecustomize.py").write_text(SITE)
-    env = PATIENCE | {"PYTHONPATH": str(site), "CRASHKIT_TEST_MARKER": str(site / "marker")}
-    options, capture = ["--crash-dump-folder", str(folder)], (sys.executable, "-c", CAPTURE)
-    with Server.start(ensure_lane(request.param), extra_args=options, env=env, prefix=capture) as server:
-        server.wait_ready()
+    env = PATIENCE | write_site(site, SITE) | {"CRASHKIT_TEST_MARKER": str(site / "marker")}
+    with serving(release, folder, env=env, prefix=(sys.executable, "-c", CAPTURE)) as server:
         answered = len(answers_of(server))
         (main,) = [one.pid for one in tree_of(server.pid) if one.parent == server.pid]
-        (handler,) = [one.pid for one in watchers_of([main]) if title_of(one.pid) == "sglang::crash_handler"]
+        (handler,) = [one.pid for one in watchers_of([main]) if title_of(one.pid) == HANDLER]
         for _ in range(REQUESTS):
             server.ask_later("generate", greedy("Once upon a time", 4000), EXIT_TIMEOUT_S)
         wait_until(lambda: len(journaled_rids(server.pid)) == REQUESTS, "the requests are under way", LONG)
@@ -92,8 +96,7 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             os.kill(handler, signal.SIGCONT)
         stored = wait_for_incident(folder, LONG)
         wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves", LONG)
-        assert stored.document is not None
-        yield Left(status, state.state if state else "", folder, stored.path, stored.document, answered)
+        yield Left(status, state.state if state else "", folder, stored.path, stored.document or {}, answered)
 
 
 def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from integration.crashes.whole import End, assert_ends, assert_present, assert_requests, assert_titled, assert_told
+from integration.crashes.whole import End, assert_ends, assert_misses_nothing, assert_present, assert_told
+from integration.faults import TP0, TP1
 from integration.scenario import (
     PATIENCE,
-    RELEASES,
     Member,
     Sent,
     ask_in_flight,
@@ -35,7 +35,7 @@ from sglang_crashkit.incident.store import StoredIncident
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
+RANKS = (TP0, TP1)
 TITLE_TIMEOUT_S = 400.0
 EXIT_TIMEOUT_S = 90.0
 #: A machine that is not busy needs 4 s. Upstream's node of rank 1 is there then, and ends with 0 whenever it does.
@@ -115,18 +115,7 @@ def finished_of(folder: Path) -> list[StoredIncident]:
 
 def assert_whole(node: Node, ends: Mapping[int, End]) -> None:
     """The node's incident misses no process, no stack, no end and no request."""
-    assert node.incident["complete"] is True
-    assert_present(node.incident, node.members)
-    assert_titled(node.incident, node.members)
-    assert_told(node.incident, node.incidents[0].path, ends)
-    assert_ends(node.incident, ends)
-    assert_requests(node.incident, node.incidents[0].path, node.sent)
-
-
-@pytest.fixture(scope="module", params=RELEASES)
-def release(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
+    assert_misses_nothing(node.incident, node.incidents[0].path, node.members, ends, node.sent)
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(0, marks=pytest.mark.matrix)], ids=["rank1", "rank0"])

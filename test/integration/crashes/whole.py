@@ -19,12 +19,19 @@ End = tuple[str, str | None]
 def assert_whole(left: Wreck, ends: Mapping[str, End] | None = None) -> None:
     """The only incident is complete, and misses no process, no stack, no end (`ends`: by title) and no request."""
     struck = {pid_of(left.members, title): end for title, end in (ends or {}).items()}
-    assert left.incident["complete"] is True
-    assert_present(left.incident, left.members)
-    assert_titled(left.incident, left.members)
-    assert_told(left.incident, left.folder, struck)
-    assert_ends(left.incident, struck)
-    assert_requests(left.incident, left.folder, left.sent)
+    assert_misses_nothing(left.incident, left.folder, left.members, struck, left.sent)
+
+
+def assert_misses_nothing(
+    incident: dict[str, Any], folder: Path, members: Sequence[Member], struck: Mapping[int, End], sent: Sequence[Sent]
+) -> None:
+    """An incident is complete, and misses no process, no stack, no end (`struck`: by pid) and no request."""
+    assert incident["complete"] is True
+    assert_present(incident, members)
+    assert_titled(incident, members)
+    assert_told(incident, folder, struck)
+    assert_ends(incident, struck)
+    assert_requests(incident, folder, sent)
 
 
 def pid_of(members: Iterable[Member], title: str) -> int:

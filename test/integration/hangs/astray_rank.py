@@ -8,9 +8,7 @@ from integration import import_hook
 
 #: Runs in every Python process of the server. A request is to go astray where its id begins with the way in which.
 _SITECUSTOMIZE = """
-import os
-
-VICTIM = os.environ["CRASHKIT_TEST_ASTRAY"]
+VICTIM = "sglang::scheduler_TP1"
 #: A request is at work once it has given so many tokens.
 AT_WORK = 10
 done = set()
@@ -65,7 +63,6 @@ def retract_once(batches):
 """
 
 
-def write_site(folder: Path, victim: str = "TP1") -> dict[str, str]:
-    """Write it into an empty folder, and return the environment that brings it into a server; `victim` as in titles."""
-    environ = import_hook.write_site(folder, _SITECUSTOMIZE, "sglang.srt.managers.scheduler")
-    return environ | {"CRASHKIT_TEST_ASTRAY": f"sglang::scheduler_{victim}"}
+def write_site(folder: Path) -> dict[str, str]:
+    """Write it into an empty folder, and return the environment that brings it into a server."""
+    return import_hook.write_site(folder, _SITECUSTOMIZE, "sglang.srt.managers.scheduler")

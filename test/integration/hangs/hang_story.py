@@ -13,17 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from integration.faults import TP0 as WAITING
+from integration.faults import TP1 as VICTIM
 from integration.hangs.stuck_rank import StuckRank
-from integration.scenario import answers_of, handler_pid, worked_on
+from integration.scenario import answers_of, handler_pid, rank_that_starts, stopped, whole_incidents, worked_on
 from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.judge.activity import bare
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import main_thread
+from unit.support.server_driver import events_of
+from unit.support.targets import state_of
 from unit.support.waiting import wait_until
 
-VICTIM, WAITING = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
 HANG_SECS = 5.0
 #: A hang would be noticed in this time, in seconds.
 QUIET_SECS = HANG_SECS + 1.5
@@ -72,15 +74,8 @@ class Story:
 
 def load_slowly(server: Server, told: Story) -> None:
     """Let one rank take longer to get ready than a hang would."""
-
-    def starting_rank() -> int:
-        time.sleep(0.1)
-        return next((pid for pid, title in server.processes() if title.startswith(VICTIM)), 0)
-
-    pid = wait_until(starting_rank, "a rank with its title", 2 * LONG)
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(QUIET_SECS)
-    os.kill(pid, signal.SIGCONT)
+    with stopped(rank_that_starts(server, VICTIM, 2 * LONG)):
+        time.sleep(QUIET_SECS)
     server.wait_ready()
     told.quiet["loading"] = find_incidents(told.folder)
 
@@ -130,12 +125,10 @@ def stop_as_a_whole(server: Server, told: Story) -> None:
 
 def hang_while_idle(server: Server, told: Story) -> None:
     """Stop one rank of an idle server, send a request, and let the rank go on when the hang was noticed."""
-    pid = told.pids[VICTIM]
     began = time.monotonic()
-    os.kill(pid, signal.SIGSTOP)
-    answer = ask_later(server, max_new_tokens=16)
-    hung = told.hung["stop"] = await_hang(told, began)
-    os.kill(pid, signal.SIGCONT)
+    with stopped(told.pids[VICTIM]):
+        answer = ask_later(server, max_new_tokens=16)
+        hung = told.hung["stop"] = await_hang(told, began)
     await_progress(hung, answer)
 
 
@@ -200,8 +193,7 @@ def tell(server: Server, told: Story, stuck: StuckRank, *, full: bool) -> None:
 def await_hang(told: Story, began: float) -> Hung:
     """Return the next hang when its incident is whole."""
     path, document = next_incident(told.folder, len(told.hung) + 1)
-    stat = procfs.read_stat(told.pids[VICTIM])
-    return Hung(document, path, time.monotonic() - began, stat.state if stat else "")
+    return Hung(document, path, time.monotonic() - began, state_of(told.pids[VICTIM]))
 
 
 def await_progress(hung: Hung, answer: Callable[[], list[int]]) -> None:
@@ -221,7 +213,7 @@ def next_incident(folder: Path, count: int) -> tuple[Path, dict[str, Any]]:
     """Wait until there are so many incidents, and return the newest."""
 
     def newest() -> list[StoredIncident]:
-        found = [stored for stored in find_incidents(folder) if stored.finished and stored.document]
+        found = whole_incidents(folder)
         assert len(found) <= count, found
         return found if len(found) == count else []
 
@@ -257,8 +249,3 @@ def have_answered(server: Server, max_new_tokens: int) -> Callable[[], list[int]
     answer = ask_later(server, max_new_tokens)
     wait_until(lambda: worked_on(server, log_from), "the ranks work on the request", LONG)
     return answer
-
-
-def events_of(document: dict[str, Any]) -> list[str]:
-    """Return the events of an incident, in order of time."""
-    return [entry["event"] for entry in document["timeline"]]

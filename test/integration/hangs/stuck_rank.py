@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+from integration.import_hook import write_site
+
 #: Runs in every Python process of the server; two of the ways are by no bytecode, so nothing of Python ends them.
 _SITECUSTOMIZE = """
 import gc
@@ -77,9 +79,8 @@ class StuckRank:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+        self.environ = write_site(folder, _SITECUSTOMIZE)
         os.mkfifo(folder / "fifo")
-        self.environ = {"PYTHONPATH": str(folder)}
 
     def stick(self, pid: int, way: str) -> None:
         """Let the main thread of process `pid` ``spin``, ``hold_gil``, ``sleep_in_kernel`` or ``collect`` garbage."""

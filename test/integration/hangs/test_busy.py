@@ -11,8 +11,8 @@ import pytest
 from integration.hangs import busy_story
 from integration.hangs.busy_story import BUSY_SECS, CHANGED, HANG_SECS, KERNEL, SITECUSTOMIZE
 from integration.import_hook import write_site
+from integration.scenario import PATIENCE, serving
 from lanelib.lanes import Lane, ensure_lane
-from lanelib.servers import Server
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
@@ -42,21 +42,18 @@ def ways(crash: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
     """What keeps a server busy, by name."""
     lane = ensure_lane("0.5.23")
     hook, model = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("model")
-    site = write_site(hook, SITECUSTOMIZE, CHANGED)
+    environ = PATIENCE | write_site(hook, SITECUSTOMIZE, CHANGED)
     (hook / "crashkit_kernel.py").write_text(KERNEL)
     weights = write_weights(lane, model)
     tokens = str(busy_story.PROMPT_TOKENS + 4096)
-    arguments = ["--crash-dump-folder", str(crash), "--chunked-prefill-size", "-1", "--max-total-tokens", tokens]
-    arguments += ["--context-length", tokens, "--max-prefill-tokens", tokens, "--disable-radix-cache"]
-    environ = {
+    arguments = ["--chunked-prefill-size", "-1", "--max-total-tokens", tokens, "--context-length", tokens]
+    arguments += ["--max-prefill-tokens", tokens, "--disable-radix-cache"]
+    environ |= {
         "SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}",
-        "SGLANG_CRASHKIT_CAPTURE_SECS": "10",
-        "SGLANG_CRASHKIT_BUDGET_SECS": "60",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         "TRITON_CACHE_DIR": str(hook / "triton"),
-    } | site
-    with Server.start(lane, extra_args=arguments, env=environ) as server:
-        server.wait_ready()
+    }
+    with serving(lane, crash, *arguments, env=environ) as server:
         # Later batches have less patience than the first ones.
         busy_story.generate(server, [1, 2, 3], 20)
         yield {

@@ -10,8 +10,7 @@ import pytest
 
 from integration.hangs.hang_story import CHUNK, HANG_SECS, LONG_ANSWER, VICTIM, WAITING, Story, events_of, tell
 from integration.hangs.stuck_rank import StuckRank
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from integration.scenario import PATIENCE, start
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -23,28 +22,14 @@ FULL = "0.5.23"
 BUSY = 0.5
 
 
-def _tell(release: str, factory: pytest.TempPathFactory) -> Story:
-    told, stuck = Story(factory.mktemp("crash")), StuckRank(factory.mktemp("stuck"))
-    arguments = ["--crash-dump-folder", str(told.folder), "--chunked-prefill-size", str(CHUNK)]
-    # A busy machine takes longer to give all stacks than a server may be kept waiting.
-    patience = {"SGLANG_CRASHKIT_CAPTURE_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
-    environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}"} | patience | stuck.environ
+@pytest.fixture(scope="module")
+def story(release: str, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    told, stuck = Story(tmp_path_factory.mktemp("crash")), StuckRank(tmp_path_factory.mktemp("stuck"))
+    environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}"} | PATIENCE | stuck.environ
     spins = release != SLEEPS
-    with Server.start(ensure_lane(release), tp=2, extra_args=arguments, env=environ, spins=spins) as server:
+    with start(release, told.folder, "--chunked-prefill-size", str(CHUNK), tp=2, env=environ, spins=spins) as server:
         tell(server, told, stuck, full=release == FULL)
     return told
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("0.5.9", marks=pytest.mark.matrix),
-        pytest.param(SLEEPS, marks=pytest.mark.matrix),
-        FULL,
-    ],
-)
-def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    return _tell(request.param, tmp_path_factory)
 
 
 def test_nothing_that_is_no_hang_is_taken_for_one(story: Story) -> None:

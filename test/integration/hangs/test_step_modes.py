@@ -15,11 +15,11 @@ import pytest
 from integration.hangs import cpu_kernels
 from integration.hangs.hang_story import LONG
 from integration.hangs.test_divergence import Asked
+from integration.scenario import serving, wait_for_incident
 from lanelib.lanes import Lane, ensure_lane
-from lanelib.servers import Server, parallel_env
+from lanelib.servers import parallel_env
 from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.model.step import Step
-from unit.support.stored import wait_for_incident
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1800)]
@@ -82,7 +82,7 @@ def way(request: pytest.FixtureRequest) -> Way:
 def left(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The folder of the incident, and what it holds."""
     lane, crash = ensure_lane("0.5.23"), tmp_path_factory.mktemp("crash")
-    arguments = ["--crash-dump-folder", str(crash), *way.arguments]
+    arguments = [*way.arguments]
     if way.model:
         arguments += ["--model-path", str(model_of(lane, way.model, tmp_path_factory.mktemp("model")))]
     # The stages of a pipeline are ranks like others.
@@ -90,8 +90,7 @@ def left(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
     environ = parallel_env(lane, ranks, 1) | cpu_kernels.write_site(tmp_path_factory.mktemp("site"))
     # The lane imports its own model only.
     environ |= {"SGLANG_DISABLED_MODEL_ARCHS": ""} if way.model else {}
-    with Server.start(lane, tp=way.tp, extra_args=arguments, env=environ) as server:
-        server.wait_ready()
+    with serving(lane, crash, *arguments, tp=way.tp, env=environ) as server:
         Asked(server, "alone", 12, "1 2 3").join(LONG)
         # No more tokens than the KV pool holds, or the last of them waits for the others' end.
         steady = [Asked(server, f"steady-{number}", 1500, "1 2 3 4 " * (number + 1)) for number in range(4)]

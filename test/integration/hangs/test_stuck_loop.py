@@ -13,14 +13,13 @@ import pytest
 from integration.crashes.test_several_tokenizers import PATIENT
 from integration.hangs.hang_story import HANG_SECS, LONG, QUIET_SECS, ask_later, events_of
 from integration.hangs.stuck_loop import DETOKENIZER, TOKENIZER, StuckLoop, Way
-from lanelib.lanes import ensure_lane
+from integration.scenario import serving, whole_incidents
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-RELEASE = "0.5.23"
 WAYS: tuple[tuple[str, Way], ...] = (
     (TOKENIZER, "spin"),
     (TOKENIZER, "block"),
@@ -51,10 +50,6 @@ class Told:
     quiet: list[StoredIncident] = field(default_factory=list)  # the incidents of what is no hang
     hung: dict[tuple[str, Way], Hung] = field(default_factory=dict)  # what came of each way to hang
 
-    def whole(self) -> list[StoredIncident]:
-        """Return the whole incidents, the newest first."""
-        return [one for one in find_incidents(self.folder) if one.finished and one.document]
-
 
 def _be_busy(server: Server, stuck: StuckLoop) -> None:
     """Let each process be away for less than the limit, beside clients that ask one thing after the other."""
@@ -75,15 +70,15 @@ def _be_busy(server: Server, stuck: StuckLoop) -> None:
 
 
 def _hang(server: Server, stuck: StuckLoop, told: Told, place: str, way: Way) -> None:
-    known, began = len(told.whole()), time.monotonic()
+    known, began = len(whole_incidents(told.folder)), time.monotonic()
     stuck.stick(place, way)
     answer = ask_later(server, max_new_tokens=8)
-    stored = wait_until(lambda: told.whole()[: -known or None], f"{place} {way}", LONG)[0]
+    stored = wait_until(lambda: whole_incidents(told.folder)[: -known or None], f"{place} {way}", LONG)[0]
     secs = time.monotonic() - began
     stuck.release(place)
 
     def over() -> dict[str, Any]:
-        document = told.whole()[0].document or {}
+        document = whole_incidents(told.folder)[0].document or {}
         return document if "progress_returned" in events_of(document) else {}
 
     told.hung[place, way] = Hung(secs, stored.document or {}, wait_until(over, "it goes on", LONG), answer())
@@ -93,9 +88,7 @@ def _tell(factory: pytest.TempPathFactory, ways: tuple[tuple[str, Way], ...], *a
     told, stuck = Told(factory.mktemp("crash")), StuckLoop(factory.mktemp("stuck"))
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"} | PATIENT
     environ |= stuck.environ
-    extra = ["--crash-dump-folder", str(told.folder), *arguments]
-    with Server.start(ensure_lane(RELEASE), extra_args=extra, env=environ) as server:
-        server.wait_ready()
+    with serving("0.5.23", told.folder, *arguments, env=environ) as server:
         server.generate("Hello", max_new_tokens=4, timeout_s=LONG)
         told.main, told.titles = server.pid, dict(server.processes())
         time.sleep(QUIET_SECS)

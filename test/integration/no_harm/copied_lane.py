@@ -7,9 +7,9 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 
+from integration.scenario import run_kit
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.paths import LANES
 from lanelib.tools import tool
@@ -41,8 +41,4 @@ def pip(lane: Lane, *arguments: object) -> str:
 
 def status_of(lane: Lane) -> dict[str, object]:
     """Return what the kit that runs this test says of the lane."""
-    argv = [sys.executable, "-m", "sglang_crashkit", "status", "--python", lane.python, "--json"]
-    done = subprocess.run([str(part) for part in argv], check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    answer: dict[str, object] = json.loads(done.stdout)
-    return answer
+    return dict(json.loads(run_kit("status", "--python", lane.python, "--json").stdout))

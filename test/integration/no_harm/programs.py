@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from integration.scenario import HANDLER
 from lanelib.lanes import Lane
 from lanelib.procs import Process, alive, send, title_of, tree_of, wait_gone, watchers_of
 
 #: Beside other servers an engine takes minutes to start.
 STEP_TIMEOUT_S = 600.0
-HANDLER = "sglang::crash_handler"
 #: Where multiprocessing imports it anew, it does nothing.
 PROGRAM = """
 import faulthandler, json, os, signal, subprocess, sys, traceback

@@ -26,28 +26,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from integration.faults import STACKS_SIGNAL, write_site
+from integration.scenario import HANDLER, members_of
 from lanelib.lanes import Lane
 from lanelib.procs import Process, alive, all_processes, send, title_of, tree_of, wait_gone, watchers_of
 from lanelib.servers import Server, wait_all_ready
 
 #: The kit takes a longer silence of a rank for a hang, in seconds.
 HANG_S = 3
-#: Python runs it before anything else. A process that gets the signal asks for the stacks, as a watchdog of upstream's
-#: would; in a thread, because a signal handler must not wait.
-SITE_CODE = """
-import signal
-import threading
-
-
-def want_stacks(*_):
-    from sglang.srt.utils.cudacore_pyspy_dump_utils import pyspy_dump_schedulers
-
-    threading.Thread(target=pyspy_dump_schedulers, daemon=True).start()
-
-
-signal.signal(signal.SIGRTMIN + 10, want_stacks)
-"""
-WANT_STACKS = signal.SIGRTMIN + 10
 CONTROL_REQUESTS = (
     ("abort_request", {"rid": "no one's"}),
     ("pause_generation", {"mode": "in_place"}),
@@ -114,10 +100,8 @@ def soak(
     say: Callable[[str], None] = print,
 ) -> Outcome:
     """Serve with a patched and an unpatched lane for so many seconds, from when both are at rest, and compare."""
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(SITE_CODE)
     options = ["--crash-dump-folder", str(folder / "crash"), "--max-total-tokens", str(POOL)]
-    env = {"SGLANG_CRASHKIT_HANG_SECS": str(HANG_S), "PYTHONPATH": str(folder / "site"), **SMALL_CACHES}
+    env = {"SGLANG_CRASHKIT_HANG_SECS": str(HANG_S), **write_site(folder / "site"), **SMALL_CACHES}
     with (
         Server.start(patched, tp=tp, extra_args=options, env=env, spins=True) as first,
         Server.start(unpatched, tp=tp, extra_args=options, env=env, spins=True) as second,
@@ -151,7 +135,7 @@ class _Soak:
         for side in self.sides:
             for number in range(WARM_UP):
                 ask(side.server, self.seed, -1 - number)
-            side.members = [one for one in tree_of(side.server.pid) if _lasts(title_of(one.pid))]
+            side.members = [one.process for one in members_of(side.server) if one.lasts]
         self.handler = self._find_handler()
         self.began = time.monotonic()
         threads = [threading.Thread(target=target, daemon=True) for target in (self._ask, self._sample)]
@@ -240,7 +224,7 @@ class _Soak:
 
     def _want_stacks(self) -> None:
         for rank in self._any_rank():
-            send(rank, WANT_STACKS)
+            send(rank, STACKS_SIGNAL)
 
     def _stop_rank(self) -> None:
         for rank in self._any_rank():
@@ -272,7 +256,7 @@ class _Soak:
 
     def _find_handler(self) -> Process | None:
         found = watchers_of(process.pid for process in self.sides[0].members)
-        return next((one for one in found if title_of(one.pid) == "sglang::crash_handler"), None)
+        return next((one for one in found if title_of(one.pid) == HANDLER), None)
 
     # What must not be seen of it.
 
@@ -315,11 +299,6 @@ class _Soak:
 
 def _incidents_in(crash_folder: Path) -> list[Path]:
     return list(crash_folder.glob("*/incidents/[!.]*/incident.json"))
-
-
-def _lasts(title: str) -> bool:
-    """Say whether a process with this title lives as long as its server; a compiler does not."""
-    return title.startswith("sglang::") or "sglang.launch_server" in title or "multiprocessing." in title
 
 
 def ask(server: Server, seed: int, number: int) -> list[int]:

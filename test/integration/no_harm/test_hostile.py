@@ -22,8 +22,12 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import Wreck, answers_of, handler_pid, worked_on, wreck
-from lanelib.lanes import ensure_lane
+from integration.faults import DETOKENIZER, STACKS_SIGNAL, write_site
+from integration.faults import TP0 as FIRST
+from integration.faults import TP1 as SECOND
+from integration.hangs.hang_story import have_answered
+from integration.hangs.stuck_rank import StuckRank
+from integration.scenario import Wreck, answers_of, handler_pid, serving, shared_memory_of, wreck
 from lanelib.servers import Server, opener
 from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -31,12 +35,12 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.settings import socket_path
+from unit.support.server_driver import piece_of
 from unit.support.targets import make_tool, state_of, traced
 from unit.support.waiting import child, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
-FIRST, SECOND, DETOKENIZER = "sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"
 HOST = "hostile-host"
 NOBODY = 65534
 #: A loaded machine takes over 20 s for a server's first batch, which is no hang. It makes the end a long one.
@@ -45,19 +49,6 @@ HANG_SECS = 60
 LONG = 120.0
 #: A health check that waits for no one is answered within this time on a loaded machine, in seconds.
 ANSWER_S = 1.0
-#: On SIGUSR2 a process waits in vfork(2) for a child that opens a pipe which no one writes to: it is in uninterruptible
-#: sleep, and holds the GIL. On SIGUSR1 one asks for the stacks as upstream's own functions do.
-SITE = """
-import os, signal, threading
-def sleep_uninterruptibly(*_):
-    pipe = os.environ["CRASHKIT_TEST_PIPE"]
-    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, pipe, os.O_RDONLY, 0)])
-def ask_for_stacks(*_):
-    from sglang.srt.utils.cudacore_pyspy_dump_utils import pyspy_dump_schedulers
-    threading.Thread(target=pyspy_dump_schedulers).start()
-signal.signal(signal.SIGUSR2, sleep_uninterruptibly)
-signal.signal(signal.SIGUSR1, ask_for_stacks)
-"""
 
 
 @dataclass
@@ -78,7 +69,7 @@ class Story:
     health: list[tuple[float, float, int]] = field(default_factory=list)
     late_answer: list[int] = field(default_factory=list)  # what the request that waited for the rank was answered
     open_files: set[int] = field(default_factory=set)  # what the crash handler had open, by inode
-    shared_memory: list[str] = field(default_factory=list)  # what the server had in /dev/shm before it ended
+    shared_memory: set[str] = field(default_factory=set)  # what the server had in /dev/shm before it ended
     left: Wreck | None = None  # what was left in the end
     decoy: tuple[int, bool] = (0, False)  # its pid, and whether it lived when all was over
 
@@ -89,53 +80,41 @@ class Story:
         return self.left
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "0.5.9",
-        "0.5.12.post1",
-        "0.5.23",
-    ],
-)
-def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+@pytest.fixture(scope="module")
+def story(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
     # The socket is in it, whose path may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="ck-") as short:
-        yield tell(request.param, folder, Path(short), site)
+        yield tell(release, folder, Path(short), site)
 
 
 def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
     """Run a server of a release through all of it."""
-    (site / "sitecustomize.py").write_text(SITE)
-    os.mkfifo(site / "pipe")
+    stuck = StuckRank(site)
     told = Story(folder / "theirs", temporary / f"sglang-crashkit-{os.geteuid()}")
     told.theirs.mkdir()
     (folder / "crash").mkdir()
     (folder / "crash" / HOST).symlink_to(told.theirs)
-    env = {
-        "PYTHONPATH": str(site),
+    env = write_site(site) | {
         "TMPDIR": str(temporary),
         "HOSTNAME": HOST,
-        "CRASHKIT_TEST_PIPE": str(site / "pipe"),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # The end is to come of upstream's own watchdog.
         "SGLANG_CRASHKIT_HANG_SECS": "0",
         "SGLANG_CRASHKIT_PYSPY": make_tool(site, f'[ -e {site}/hang ] && exec sleep 600\nexec {find_pyspy()} "$@"'),
     }
-    options = ["--crash-dump-folder", str(folder / "crash"), "--watchdog-timeout", str(HANG_SECS)]
-    umask = ("sh", "-c", 'umask 0; exec "$@"', "sh")
+    how: dict[str, Any] = {"tp": 2, "env": env, "prefix": ("sh", "-c", 'umask 0; exec "$@"', "sh")}
     with (
         child("ready()\nwhile True: pause()", title=SECOND) as decoy,
-        Server.start(ensure_lane(release), tp=2, extra_args=options, env=env, prefix=umask) as server,
+        serving(release, folder / "crash", "--watchdog-timeout", str(HANG_SECS), **how) as server,
     ):
-        server.wait_ready()
         told.answers.append(answers_of(server))
         told.open_files = open_inodes(handler_pid(server))
         told.log_inode = server.log_path.stat().st_ino
         flood(server, temporary)
         told.answers.append(answers_of(server))
         told.after_flood = find_incidents(told.fallback)
-        sleep_and_be_traced(server, site / "pipe", told)
+        sleep_and_be_traced(server, stuck, told)
         told.answers.append(answers_of(server))
         (site / "hang").touch()
         told.shared_memory = shared_memory_of(server)
@@ -167,36 +146,28 @@ def flood(server: Server, temporary: Path) -> None:
             assert os.waitpid(pid, 0)[1] == 0
 
 
-def sleep_and_be_traced(server: Server, pipe: Path, told: Story) -> None:
+def sleep_and_be_traced(server: Server, stuck: StuckRank, told: Story) -> None:
     """Have a rank sleep in the kernel in the middle of a request, with the detokenizer traced, until it was noticed."""
     rank, detokenizer = server.pid_of(FIRST), server.pid_of(DETOKENIZER)
-    answers: list[list[int]] = []
-    asking = threading.Thread(
-        target=lambda: answers.append(server.generate("Hello", max_new_tokens=400, timeout_s=LONG)["output_ids"])
-    )
     over = threading.Event()
     checking = threading.Thread(target=check_health, args=(server, told.health, over))
     with traced(detokenizer):
         told.tracers.append(procfs.read_tracer(detokenizer))
-        log_from = server.log_path.stat().st_size
-        asking.start()
-        wait_until(lambda: worked_on(server, log_from), "the request is worked on", LONG)
+        answer = have_answered(server, 400)
         checking.start()
-        os.kill(rank, signal.SIGUSR2)
+        stuck.stick(rank, "sleep_in_kernel")
         try:
             wait_until(lambda: state_of(rank) == "D", "the rank sleeps", LONG)
-            os.kill(server.pid, signal.SIGUSR1)
+            os.kill(server.pid, STACKS_SIGNAL)
             wait_until(lambda: list(told.fallback.glob("*/incidents/*/stacks/scheduler_TP0*")), "a stack", LONG)
             told.slept = state_of(rank)
             told.tracers.append(procfs.read_tracer(detokenizer))
         finally:
-            # The child of the one that sleeps opens the pipe as it is opened here, and ends.
-            os.close(os.open(pipe, os.O_WRONLY))
-    asking.join(LONG)
+            stuck.release(rank, "sleep_in_kernel")
+    told.late_answer = answer()
     wait_until(lambda: all(one.finished for one in find_incidents(told.fallback)), "it is finished", LONG)
     over.set()
     checking.join(LONG)
-    told.late_answer = answers[0] if answers else []
     (only,) = find_incidents(told.fallback)
     assert only.document is not None
     told.observed, told.observed_folder = only.document, only.path
@@ -217,23 +188,10 @@ def open_inodes(pid: int) -> set[int]:
     return found
 
 
-def shared_memory_of(server: Server) -> list[str]:
-    """Return the files in /dev/shm that the server's processes map."""
-    found = set()
-    for pid, _title in server.processes():
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            name = line.partition("/dev/shm/")[2]
-            if name and not name.endswith(" (deleted)"):
-                found.add(name)
-    return sorted(found)
-
-
 def evidence_of(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:
     # The child of the one that sleeps shares its memory, and with that its title.
     (process,) = [one for one in document["processes"] if one["title"] == title and one["role"] != "helper"]
-    (piece,) = [piece for piece in process["evidence"] if piece["kind"] == kind]
-    found: dict[str, Any] = piece
-    return found
+    return piece_of(process, kind)
 
 
 def test_a_flood_on_the_handlers_socket_changes_nothing(story: Story) -> None:
@@ -245,7 +203,7 @@ def test_a_rank_asleep_in_the_kernel_is_captured_asleep(story: Story) -> None:
     assert story.observed["kind"] == "snapshot"
     piece = evidence_of(story.observed, FIRST, "stack")
     assert (piece["status"], piece["source"]) == ("captured", "py-spy"), piece
-    assert "sleep_uninterruptibly" in (story.observed_folder / piece["path"]).read_text()
+    assert "sleep_in_kernel" in (story.observed_folder / piece["path"]).read_text()
     assert story.slept == "D"
     # It went on when it was let, and the server with it.
     assert len(story.late_answer) == 400

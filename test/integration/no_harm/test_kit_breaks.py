@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,16 +13,15 @@ from integration.faults import DP1, send
 from integration.scenario import (
     EXIT_TIMEOUT_S,
     IN_FLIGHT_S,
-    RELEASES,
+    SCHEDULER,
     answers_of,
     handler_pid,
     left_of,
     members_of,
+    serving,
     worked_on,
     wreck,
 )
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
@@ -34,7 +31,6 @@ from unit.support.waiting import wait_until
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 RELEASE = "0.5.23"
-SCHEDULER = "sglang::scheduler"
 #: Requests that are under way at SIGTERM, and how long their answers are: some seconds.
 REQUESTS, TOKENS = 3, 250
 #: A server that lost a rank has ended this soon on a busy machine, in seconds.
@@ -43,30 +39,17 @@ SOON_S = 50.0
 NO_HANDLER = "ended by SIGKILL and there is no crash handler; the server ends"
 
 
-def start(folder: Path, temporary: Path, release: str = RELEASE, dp: int = 1, tp: int = 1) -> Server:
-    arguments = ["--crash-dump-folder", str(folder)]
-    return Server.start(ensure_lane(release), dp=dp, tp=tp, extra_args=arguments, env={"TMPDIR": str(temporary)})
-
-
 @pytest.fixture
-def temporary() -> Iterator[Path]:
-    # Where a socket's path would be too long, the kit puts it elsewhere.
-    with tempfile.TemporaryDirectory(prefix="ck-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+def env(temporary: Path) -> dict[str, str]:
+    return {"TMPDIR": str(temporary)}
 
 
-def kill_scheduler(server: Server) -> None:
-    os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_without_its_handler_it_serves_until_a_rank_dies(release: str, tmp_path: Path, temporary: Path) -> None:
-    with start(tmp_path / "crash", temporary, release) as server:
-        server.wait_ready()
+def test_without_its_handler_it_serves_until_a_rank_dies(release: str, tmp_path: Path, env: dict[str, str]) -> None:
+    with serving(release, tmp_path / "crash", env=env) as server:
         before = answers_of(server)
         os.kill(handler_pid(server), signal.SIGKILL)
         assert answers_of(server) == before
-        left = wreck(server, tmp_path / "crash", kill_scheduler, requests=1)
+        left = wreck(server, tmp_path / "crash", send(SCHEDULER), requests=1)
     assert left.left == []
     # From 0.5.10 on upstream looks at its children every second, and may be the first to see it.
     assert left.status == ServerExit.KILLED or (release != "0.5.9" and left.status == ServerExit.CRASHED)
@@ -77,11 +60,10 @@ def test_without_its_handler_it_serves_until_a_rank_dies(release: str, tmp_path:
 
 
 @pytest.mark.matrix
-def test_a_killed_rank_that_upstream_overlooks_ends_it_too(tmp_path: Path, temporary: Path) -> None:
-    with start(tmp_path / "crash", temporary, dp=2) as server:
-        server.wait_ready()
+def test_a_killed_rank_that_upstream_overlooks_ends_it_too(tmp_path: Path, env: dict[str, str]) -> None:
+    with serving(RELEASE, tmp_path / "crash", dp=2, env=env) as server:
         os.kill(handler_pid(server), signal.SIGKILL)
-        left = wreck(server, tmp_path / "crash", send(DP1, signal.SIGKILL), requests=2)
+        left = wreck(server, tmp_path / "crash", send(DP1), requests=2)
     assert left.left == []
     assert left.status == ServerExit.KILLED
     assert f"process {left.pids[DP1]} ({DP1}) {NO_HANDLER}" in left.log
@@ -91,47 +73,25 @@ def test_a_killed_rank_that_upstream_overlooks_ends_it_too(tmp_path: Path, tempo
 
 
 @pytest.mark.matrix
-def test_without_its_socket_it_serves_and_the_handler_ends_it(tmp_path: Path, temporary: Path) -> None:
-    with start(tmp_path / "crash", temporary) as server:
-        server.wait_ready()
+def test_without_its_socket_it_serves_and_the_handler_ends_it(
+    tmp_path: Path, temporary: Path, env: dict[str, str]
+) -> None:
+    with serving(RELEASE, tmp_path / "crash", env=env) as server:
         before = answers_of(server)
         stat = procfs.read_stat(server.pid)
         name = socket_path(server.pid, stat.start_ticks).relative_to(socket_path(0, 0).parents[3])
         (temporary / name).unlink()
         assert answers_of(server) == before
-        left = wreck(server, tmp_path / "crash", kill_scheduler, requests=1)
+        left = wreck(server, tmp_path / "crash", send(SCHEDULER), requests=1)
     assert left.left == []
     assert left.status != 0
     assert left.incident["verdict"]["first_failure"]["title"] == SCHEDULER
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_an_unusable_crash_folder_costs_neither_end_nor_evidence(release: str, tmp_path: Path, temporary: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    with start(tmp_path / "file" / "crash", temporary, release) as server:
-        server.wait_ready()
-        answers_of(server)
-        left = wreck(server, temporary, kill_scheduler, requests=1)
-    assert left.left == []
-    assert left.status == ServerExit.KILLED
-    # Upstream's server is there, and useless, 100 s later.
-    assert left.seconds_to_exit < SOON_S
-    assert "cannot be used" in left.log
-    fallback = next(temporary.glob("sglang-crashkit-*"))
-    assert f"Not a directory: '{tmp_path}/file/crash" in left.log
-    incidents = find_incidents(fallback)
-    assert len(incidents) == 1
-    requests = (incidents[0].document or {})["requests"]
-    assert Path(requests["path"]).is_relative_to(fallback)
-    assert requests["unfinished"] == 1
-
-
-@pytest.mark.parametrize("release", RELEASES)
 def test_sigterm_lets_a_healthy_server_answer_without_an_incident(
-    release: str, tmp_path: Path, temporary: Path
+    release: str, tmp_path: Path, temporary: Path, env: dict[str, str]
 ) -> None:
-    with start(tmp_path / "crash", temporary, release, tp=2) as server:
-        server.wait_ready()
+    with serving(release, tmp_path / "crash", tp=2, env=env) as server:
         answers_of(server)
         handler = handler_pid(server)
         known = [member.process for member in members_of(server)]

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from integration.no_harm.copied_lane import copied_lane, pip, status_of
-from integration.scenario import EXIT_TIMEOUT_S, answers_of, handlers_of
+from integration.scenario import EXIT_TIMEOUT_S, answers_of, handlers_of, serving
 from lanelib.lanes import Lane
-from lanelib.servers import Server
 from sglang_crashkit.installer.patches import load_lock
 from sglang_crashkit.installer.wheel import build_kit_wheel, find_wheel
 
@@ -42,8 +41,7 @@ def log_of_import(lane: Lane, *, crashkit: bool) -> str:
 
 def log_of_server(lane: Lane, folder: Path, *, crashkit: bool) -> list[str]:
     """Serve, answer and end in order; return the server's log."""
-    with Server.start(lane, extra_args=["--crash-dump-folder", str(folder)]) as server:
-        server.wait_ready()
+    with serving(lane, folder) as server:
         assert answers_of(server)
         assert len(handlers_of(server)) == crashkit
         server.popen.send_signal(signal.SIGTERM)

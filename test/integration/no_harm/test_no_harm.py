@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -17,26 +16,30 @@ from typing import Any
 import pytest
 
 from integration.faults import DP1
+from integration.import_hook import write_site
 from integration.no_harm.programs import Program
 from integration.scenario import (
     EXIT_TIMEOUT_S,
-    RELEASES,
+    HANDLER,
+    SCHEDULER,
     Sent,
     ask_in_flight,
+    generate,
     handlers_of,
     incidents_of,
     left_of,
     members_of,
+    serving,
+    stopped,
+    wait_for_incident,
 )
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of
-from lanelib.servers import Server, command_of, free_port, opener
-from unit.support.stored import wait_for_incident
+from lanelib.servers import command_of, free_port, opener
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(3000)]
 
 NEWEST = "0.5.23"
-SCHEDULER, HANDLER = "sglang::scheduler", "sglang::crash_handler"
 #: What a server's end may take at most here, in seconds; who was not ended by `LIVES_S` was let live.
 END = {"SGLANG_CRASHKIT_EXIT_SECS": "20"}
 LIVES_S = 30.0
@@ -58,20 +61,8 @@ def kinds_of(folder: Path) -> list[str]:
 def the_incident(folder: Path, timeout_s: float = 60.0) -> dict[str, Any]:
     """Wait until the only incident below `folder` is finished, and return what it says."""
     found = wait_for_incident(folder, timeout_s)
-    assert found is not None, f"no incident within {timeout_s:g} s: {incidents_of(folder)}"
     assert len(incidents_of(folder)) == 1, kinds_of(folder)
-    assert found.document is not None
-    return found.document
-
-
-def generate(url: str, **fields: Any) -> list[int]:
-    """Return the tokens of a greedy answer."""
-    parameters = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    body = json.dumps({"text": "Hello", "sampling_params": parameters} | fields).encode()
-    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
-    with opener.open(request, timeout=120) as answer:
-        tokens: list[int] = json.load(answer)["output_ids"]
-    return tokens
+    return found.document or {}
 
 
 # One rank of an elastic server dies.
@@ -83,18 +74,12 @@ def elastic(tmp_path: Path) -> dict[str, str]:
 
     Elastic expert parallelism itself does not serve on a CPU.
     """
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(ELASTIC_SITE)
-    return END | {"PYTHONPATH": str(site)}
+    return END | write_site(tmp_path / "site", ELASTIC_SITE)
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_an_elastic_server_serves_on_when_a_rank_dies(release: str, tmp_path: Path, elastic: Mapping[str, str]) -> None:
     crash = tmp_path / "crash"
-    arguments = ["--crash-dump-folder", str(crash)]
-    with Server.start(ensure_lane(release), dp=2, extra_args=arguments, env=elastic) as server:
-        server.wait_ready(READY_S)
+    with serving(release, crash, dp=2, env=elastic) as server:
         before = [generate(server.url, data_parallel_rank=rank) for rank in (0, 1)]
         others = [member.process for member in members_of(server) if member.lasts and member.title != DP1]
         handlers, victim = handlers_of(server), server.pid_of(DP1)
@@ -181,7 +166,6 @@ def neighbour_of(program: Program, lane: Lane, folder: Path, *, detached: bool =
             send(process, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_the_signals_of_server_and_starting_program_stay_apart(release: str, tmp_path: Path) -> None:
     lane = ensure_lane(release)
     with Program(lane, tmp_path / "a", tmp_path / "a-crash") as program:
@@ -215,7 +199,6 @@ def test_the_signals_of_server_and_starting_program_stay_apart(release: str, tmp
             assert incidents_of(server.crash) == []
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_a_server_outlives_the_program_that_started_it(release: str, tmp_path: Path) -> None:
     lane = ensure_lane(release)
     with Program(lane, tmp_path / "a", tmp_path / "a-crash") as program:
@@ -261,7 +244,6 @@ SIGQUIT_HANDLERS = {
 @pytest.mark.parametrize(
     "how", ["custom_sigquit_handler", pytest.param("faulthandler.register", marks=pytest.mark.matrix)]
 )
-@pytest.mark.parametrize("release", RELEASES)
 def test_a_dead_rank_does_not_end_a_program_handling_sigquit(release: str, how: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         patched = stack.enter_context(Program(ensure_lane(release), tmp_path / "patched", tmp_path / "crash", END))
@@ -325,12 +307,10 @@ def test_a_second_engines_hang_is_noticed_without_inherited_variables(
         assert names_of_a_child(program) == inherited
         assert incidents_of(crash) == []
         rank = program.pid_of(SCHEDULER)
-        os.kill(rank, signal.SIGSTOP)
-        began = time.monotonic()
-        found = wait_for_incident(crash, 60)
-        seconds = time.monotonic() - began
-        os.kill(rank, signal.SIGCONT)
-        assert found is not None, "no incident of a rank that was stopped for 60 s"
+        with stopped(rank):
+            began = time.monotonic()
+            found = wait_for_incident(crash, 60)
+            seconds = time.monotonic() - began
         assert (found.document["kind"], found.document["trigger"]["pid"]) == ("hang", rank)
         assert seconds < 30
         assert program.tokens() == before
@@ -349,8 +329,7 @@ def end_all_at_once(lane: Lane, crash: Path, requests: int) -> tuple[int, list[s
     Returns:
         Its exit status, what was left of it, and the kinds of its incidents.
     """
-    with Server.start(lane, tp=2, extra_args=["--crash-dump-folder", str(crash)]) as server:
-        server.wait_ready(READY_S)
+    with serving(lane, crash, tp=2) as server:
         generate(server.url)
         sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]
         ask_in_flight(server, *sent)

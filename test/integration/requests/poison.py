@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from integration.import_hook import write_site
+
 #: Runs in every Python process of the server, and has a scheduler look at each batch before it is computed. A fault is
 #: named by the environment variable POISON; a prompt is told by the token ids that it begins with.
 _SITECUSTOMIZE = """
 import ctypes
-import importlib.machinery
 import os
-import sys
 import time
 
-NAME = "sglang.srt.managers.tp_worker"
 MARK = [7, 7, 7]
 hoard = []
 
@@ -56,29 +55,10 @@ def change(module):
 
     module.TpModelWorker.forward_batch_generation = looked_at
 
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != NAME:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            change(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
 """
 MARK = [7, 7, 7]
 
 
 def poisoned(folder: Path, fault: str) -> dict[str, str]:
     """Return the environment of a server that breaks by a fault of the hook above, which is written to a folder."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
-    return {"PYTHONPATH": str(folder), "POISON": fault}
+    return write_site(folder, _SITECUSTOMIZE, "sglang.srt.managers.tp_worker") | {"POISON": fault}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import pytest
 
 from integration.memory_group import NoMemoryGroupError, memory_group
 from integration.requests.poison import MARK, poisoned
-from integration.scenario import incidents_of
+from integration.scenario import incidents_of, run_kit, serving
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, command_of
 from sglang_crashkit.incident.requests import StoredRequest, read_requests
@@ -59,9 +58,7 @@ def crash(
 ) -> StoredIncident:
     """Break a server by requests, and return its newest incident."""
     known = {one.path for one in incidents_of(folder)}
-    options = ["--crash-dump-folder", str(folder), "--max-running-requests", at_once]
-    with Server.start(ensure_lane(RELEASE), extra_args=options, env=env) as server:
-        server.wait_ready()
+    with serving(RELEASE, folder, "--max-running-requests", at_once, env=env) as server:
         ask(server, bodies)
         wait_until(
             lambda: any(one.finished for one in incidents_of(folder) if one.path not in known),
@@ -77,16 +74,10 @@ def bisect(crash_folder: Path, out: Path, env: Mapping[str, str], *more: str) ->
     """Run `replay --bisect` with servers that break alike, and return what it found."""
     lane = ensure_lane(RELEASE)
     serve = " ".join(str(word) for word in command_of(lane, 0))
-    words = [sys.executable, "-m", "sglang_crashkit", "replay", str(crash_folder), "--bisect"]
     path = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [*words, "--serve", serve, "--json", "-o", str(out), *more],
-        env=os.environ | lane.serve_env() | dict(env) | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=BISECT_S,
-    )
+    environ = os.environ | lane.serve_env() | dict(env) | {"PYTHONPATH": path}
+    words = ["replay", crash_folder, "--bisect", "--serve", serve, "--json", "-o", out, *more]
+    done = run_kit(*words, status=None, timeout_s=BISECT_S, env=environ)
     assert done.returncode in (0, 5), done.stderr
     out.joinpath("said.txt").write_text(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout)
@@ -140,9 +131,7 @@ def test_the_last_of_a_large_batch_is_suspected(tmp_path: Path) -> None:
         "sampling_params": {"max_new_tokens": 64, "ignore_eos": True},
         "custom_logit_processor": [None] * 24 + [processor],
     }
-    options = ["--crash-dump-folder", str(folder), "--max-running-requests", "32", "--enable-custom-logit-processor"]
-    with Server.start(lane, extra_args=options) as server:
-        server.wait_ready()
+    with serving(lane, folder, "--max-running-requests", "32", "--enable-custom-logit-processor") as server:
         assert send(Address("http", "127.0.0.1", server.port), asked, ANSWER_S).status is None
         wait_until(lambda: any(one.finished for one in incidents_of(folder)), "it broke")
         server.popen.wait(timeout=END_S)
@@ -159,8 +148,7 @@ def test_the_last_of_a_large_batch_is_suspected(tmp_path: Path) -> None:
 
 def test_a_control_request_that_kills_is_named_and_no_prompt(tmp_path: Path) -> None:
     folder = tmp_path / "crash"
-    with Server.start(ensure_lane(RELEASE), extra_args=["--crash-dump-folder", str(folder)]) as server:
-        server.wait_ready()
+    with serving(RELEASE, folder) as server:
         model = {"model_path": str(ensure_lane(RELEASE).model_dir), "load_format": "no_such_format"}
         address = Address("http", "127.0.0.1", server.port)
         lasting = {"rid": "lasting", "text": "a", "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
@@ -178,8 +166,7 @@ def test_a_request_that_hangs_a_rank_is_found_by_itself(tmp_path: Path) -> None:
     # SGLang looks every four seconds whether a client has gone.
     env = poisoned(tmp_path / "site", "hang") | {"SGLANG_CRASHKIT_HANG_SECS": "12"}
     folder = tmp_path / "crash"
-    with Server.start(ensure_lane(RELEASE), extra_args=["--crash-dump-folder", str(folder)], env=env) as server:
-        server.wait_ready()
+    with serving(RELEASE, folder, env=env) as server:
         threading.Thread(target=ask, args=(server, ordinary(6)), daemon=True).start()
         gone = send(Address("http", "127.0.0.1", server.port), guilty("poison", 12), 1.0)
         assert gone.status is None

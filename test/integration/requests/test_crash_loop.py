@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.scenario import handlers_of, left_of, members_of, rank_that_starts
-from lanelib.lanes import ensure_lane
+from integration.faults import TP1 as RANK
+from integration.scenario import handlers_of, left_of, members_of, rank_that_starts, start
 from lanelib.procs import read_process, tree_of
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -25,6 +24,7 @@ from sglang_crashkit.incident.retention import size_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.settings import MB
+from unit.support.waiting import wait_until
 
 #: How often it crashes.
 CRASHES = int(os.environ.get("SGLANG_CRASHKIT_TEST_CRASHES", "10"))
@@ -34,7 +34,6 @@ SERVES_EVERY, IS_TITLED_EVERY = 10, 4
 MAX_USE_MB = 1
 #: So many of a fault are kept in full.
 FULL = 3
-RANK = "sglang::scheduler_TP1"
 #: A loaded machine takes minutes to import SGLang.
 START_S, EXIT_S = 400.0, 60.0
 
@@ -85,19 +84,23 @@ def crash(folder: Path, temporary: Path, number: int) -> Crash:
     """Start a server, kill its rank 1 and wait for the end."""
     serves = number % SERVES_EVERY == 0
     environment = {"TMPDIR": str(temporary), "SGLANG_CRASHKIT_MAX_USE_MB": str(MAX_USE_MB)}
-    arguments = ["--crash-dump-folder", str(folder)]
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=arguments, env=environment) as server:
+    with start("0.5.23", folder, tp=2, env=environment) as server:
         if serves:
             server.wait_ready()
             server.generate(max_new_tokens=2, timeout_s=120)
             pid = server.pid_of(RANK)
         else:
             is_titled = number % IS_TITLED_EVERY == 0
-            pid = rank_that_starts(server, RANK, START_S) if is_titled else wait_for(server, started_rank)
+            pid = (
+                rank_that_starts(server, RANK, START_S)
+                if is_titled
+                else wait_until(lambda: started_rank(server), "a rank starts", START_S)
+            )
         known = [member.process for member in members_of(server)]
         began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        handler = read_process(wait_for(server, watching_handler))
+        # It is there before the first rank, but may have to wait for a processor.
+        handler = read_process(wait_until(lambda: handlers_of(server), "a handler watches", START_S)[0])
         assert handler is not None
         status = server.popen.wait(timeout=EXIT_S)
         seconds = time.monotonic() - began
@@ -109,20 +112,12 @@ def crash(folder: Path, temporary: Path, number: int) -> Crash:
     )
 
 
-def wait_for(server: Server, find: Callable[[Server], int | None]) -> int:
-    deadline = time.monotonic() + START_S
-    while (found := find(server)) is None:
-        assert server.popen.poll() is None, server.log_tail()
-        assert time.monotonic() < deadline, f"not within {START_S:g} s"
-        time.sleep(0.02)
-    return found
-
-
 def started_rank(server: Server) -> int | None:
     """Return the second process that the server starts for itself, as soon as it is there.
 
     Killed then, multiprocessing reaps it when it starts the third, and the crash handler may never have seen it.
     """
+    assert server.popen.poll() is None, server.log_tail()
     children = sorted(
         (process for process in tree_of(server.pid) if process.parent == server.pid),
         key=lambda its: (its.started, its.pid),
@@ -133,12 +128,6 @@ def started_rank(server: Server) -> int | None:
         len(titles) > 2 and titles[0].endswith("resource_tracker") and titles[2].endswith("multiprocessing.spawn")
     )
     return children[2].pid if is_there else None
-
-
-def watching_handler(server: Server) -> int | None:
-    """Return the crash handler, which is there before the first rank, but may have to wait for a processor."""
-    pids = handlers_of(server)
-    return pids[0] if pids else None
 
 
 def test_each_crash_ends_with_the_same_status_and_leaves_nothing(crashes: list[Crash], temporary: Path) -> None:

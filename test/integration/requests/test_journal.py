@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, HANDLER, RELEASES, Wreck, run_in_lane, wait_in_flight, wreck
-from lanelib.lanes import Lane, ensure_lane
-from lanelib.servers import Server
+from integration.scenario import EXIT_TIMEOUT_S, HANDLER, SCHEDULER, Wreck, run_in_lane, serving, wait_in_flight, wreck
+from lanelib.lanes import Lane
+from lanelib.servers import Server, opener
 from sglang_crashkit import settings
 from sglang_crashkit.incident.store import find_incidents
 
@@ -57,11 +57,6 @@ class Left:
     pid: int
 
 
-@pytest.fixture(scope="module", params=RELEASES)
-def lane(request: pytest.FixtureRequest) -> Lane:
-    return ensure_lane(request.param)
-
-
 @pytest.fixture(scope="module", params=["main process", pytest.param("all processes", marks=pytest.mark.matrix)])
 def killed(request: pytest.FixtureRequest, lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     """The main process was killed, or all processes at once."""
@@ -79,16 +74,14 @@ def crashed(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Le
     """A rank was killed, and the server saved its requests itself."""
     folder = tmp_path_factory.mktemp("crash")
     with serve(lane, folder) as server:
-        yield break_it(lane, server, folder, lambda: os.kill(server.pid_of("sglang::scheduler"), signal.SIGKILL))
+        yield break_it(lane, server, folder, lambda: os.kill(server.pid_of(SCHEDULER), signal.SIGKILL))
 
 
 @contextlib.contextmanager
 def serve(lane: Lane, folder: Path) -> Iterator[Server]:
-    arguments = ["--crash-dump-folder", str(folder), "--api-key", SECRET]
     temporary = folder.parent / "t"
     temporary.mkdir(exist_ok=True)
-    with Server.start(lane, extra_args=arguments, env={"TMPDIR": str(temporary)}) as server:
-        server.wait_ready()
+    with serving(lane, folder, "--api-key", SECRET, env={"TMPDIR": str(temporary)}) as server:
         yield server
 
 
@@ -133,12 +126,14 @@ def kill_all(server: Server) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def post(server: Server, body: dict[str, Any]) -> None:
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {SECRET}"}
+def post(server: Server, body: dict[str, Any], **headers: str) -> None:
+    """Ask with a key, and bear that it is cut off."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {SECRET}"} | headers
     call = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
-    # That it is cut off is the point.
-    cut_off = contextlib.suppress(urllib.error.URLError, OSError, ValueError, http.client.HTTPException)
-    with cut_off, urllib.request.urlopen(call, timeout=EXIT_TIMEOUT_S) as answer:
+    with (
+        contextlib.suppress(OSError, ValueError, http.client.HTTPException),
+        opener.open(call, timeout=EXIT_TIMEOUT_S) as answer,
+    ):
         answer.read()
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
 import os
 import threading
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES, run_in_lane
-from lanelib.lanes import Lane, ensure_lane
-from lanelib.servers import Server, opener
-from unit.support.stored import wait_for_incident
+from integration.faults import CRASH
+from integration.requests.test_journal import post
+from integration.scenario import EXIT_TIMEOUT_S, run_in_lane, serving, wait_for_incident
+from lanelib.lanes import Lane
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -55,44 +50,18 @@ class Left:
         return [str(path.relative_to(self.folder)) for path in files if text.encode() in path.read_bytes()]
 
 
-def ask(server: Server) -> None:
-    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
-    headers = {
-        "Content-Type": "application/json",
-        "Authorization": f"Bearer {API_KEY}",
-        "X-Secret-Token": HEADER,
-    }
-    request = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
-    # That it is cut off is the point; that it is refused is not.
-    with (
-        contextlib.suppress(OSError, http.client.HTTPException),
-        opener.open(request, timeout=EXIT_TIMEOUT_S) as response,
-    ):
-        response.read()
-
-
-@pytest.fixture(scope="module", params=RELEASES)
-def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Left:
-    lane = ensure_lane(request.param)
+@pytest.fixture(scope="module")
+def left(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Left:
     folder = tmp_path_factory.mktemp("crash")
-    env = {"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50", "OTHER_SERVICE_TOKEN": VARIABLE}
-    options = [
-        "--api-key",
-        API_KEY,
-        f"--admin-api-key={API_KEY}-admin",
-        "--crash-dump-folder",
-        str(folder),
-        "--log-requests",
-    ]
-    with Server.start(lane, extra_args=options, env=env) as server:
-        server.wait_ready()
-        client = threading.Thread(target=ask, args=(server,), daemon=True)
+    options = ("--api-key", API_KEY, f"--admin-api-key={API_KEY}-admin", "--log-requests")
+    with serving(lane, folder, *options, env=CRASH | {"OTHER_SERVICE_TOKEN": VARIABLE}) as server:
+        asked = (server, {"text": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}})
+        headers = {"Authorization": f"Bearer {API_KEY}", "X-Secret-Token": HEADER}
+        client = threading.Thread(target=post, args=asked, kwargs=headers, daemon=True)
         client.start()
         server.popen.wait(timeout=EXIT_TIMEOUT_S)
         client.join(timeout=EXIT_TIMEOUT_S)
-    stored = wait_for_incident(folder, EXIT_TIMEOUT_S)
-    assert stored.document is not None
-    return Left(lane, folder, stored.document)
+    return Left(lane, folder, wait_for_incident(folder, EXIT_TIMEOUT_S).document or {})
 
 
 @pytest.mark.parametrize("secret", [API_KEY, VARIABLE, HEADER])

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from integration.scenario import SCHEDULER, run_kit, serving, whole_incidents
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel.server_address import Address
 from sglang_crashkit.replay.server import send
 from unit.support.waiting import wait_until
@@ -91,8 +90,7 @@ class _Passing(http.server.BaseHTTPRequestHandler):
 def crashed(tmp_path: Path) -> Path:
     """The crash folder of a server that was killed while it was asked."""
     folder = tmp_path / "crash"
-    with Server.start(ensure_lane(RELEASE), extra_args=["--crash-dump-folder", str(folder)]) as server:
-        server.wait_ready()
+    with serving(RELEASE, folder) as server:
         address = Address("http", "127.0.0.1", server.port)
         assert send(address, BODIES[0], ANSWER_S).status == 200
         time.sleep(GAP_S)
@@ -100,8 +98,8 @@ def crashed(tmp_path: Path) -> Path:
             threading.Thread(target=lambda body=body: send(address, body, ANSWER_S), daemon=True).start()
             # So that there is an order.
             time.sleep(0.1)
-        os.kill(server.pid_of("sglang::scheduler"), signal.SIGKILL)
-        wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it ended")
+        os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
+        wait_until(lambda: whole_incidents(folder), "it ended")
         with suppress(subprocess.TimeoutExpired):
             server.popen.wait(ANSWER_S)
     return folder
@@ -119,10 +117,8 @@ def recorder() -> Iterator[Recorder]:
 
 
 def test_requests_are_sent_to_an_unpatched_server_as_they_came(crashed: Path, recorder: Recorder) -> None:
-    words = [sys.executable, "-m", "sglang_crashkit", "replay", str(crashed), "--json"]
     url = f"http://127.0.0.1:{recorder.server_address[1]}"
-    done = subprocess.run([*words, "--url", url], capture_output=True, text=True, check=False, timeout=ANSWER_S)
-    assert done.returncode == 0, done.stderr
+    done = run_kit("replay", crashed, "--json", "--url", url, timeout_s=ANSWER_S)
     assert {line["rid"]: line["status"] for line in map(json.loads, done.stdout.splitlines())} == {
         body["rid"]: 200 for body in BODIES
     }

@@ -7,8 +7,7 @@ import subprocess
 
 import pytest
 
-from integration.scenario import RELEASES
-from lanelib.lanes import ensure_lane
+from lanelib.lanes import Lane
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -44,9 +43,7 @@ print(json.dumps([record.text for record in read_log(ring.fd, 200)]))
 """
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_no_request_is_kept_that_a_release_logs(release: str) -> None:
-    lane = ensure_lane(release)
+def test_no_request_is_kept_that_a_release_logs(lane: Lane) -> None:
     argv = [lane.python, "-c", LOG, PROMPT]
     done = subprocess.run(argv, env=lane.serve_env(), capture_output=True, text=True, timeout=200, check=True)
     assert f"{done.stdout}{done.stderr}".count(PROMPT) > 6

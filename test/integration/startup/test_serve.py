@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 
+from integration.scenario import generate
 from lanelib import procs
 from lanelib.lanes import ensure_lane
 from lanelib.paths import ROOT
-from lanelib.servers import opener
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
@@ -38,7 +36,7 @@ def test_serve_answers_on_two_ranks_and_ctrl_c_ends_everything(tmp_path: Path) -
         members = procs.tree_of(serve.pid)
         titles = [procs.title_of(process.pid) for process in members]
         assert {"sglang::scheduler_TP0", "sglang::scheduler_TP1"} <= {title.split(" ")[0] for title in titles}
-        assert len(_generate(url)["output_ids"]) == 4
+        assert len(generate(url)) == 8
 
         serve.send_signal(signal.SIGINT)
 
@@ -62,10 +60,3 @@ def _wait_ready(serve: subprocess.Popen[bytes], said: Path) -> str:
         assert time.monotonic() < deadline, said.read_text()
         time.sleep(0.05)
     return match.group(1)
-
-
-def _generate(url: str) -> dict[str, object]:
-    body = {"text": "Hello", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with opener.open(request, timeout=60) as response:
-        return json.load(response)

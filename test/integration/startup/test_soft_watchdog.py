@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
-from sglang_crashkit.incident.store import find_incidents
+from integration.faults import DETOKENIZER as STUCK
+from integration.hangs.hang_story import ask_later
+from integration.scenario import serving, whole_incidents
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
@@ -20,28 +19,25 @@ TIMEOUT_SECS = 5
 #: Upstream's own hook: the detokenizer stands still for so long at its first request.
 STUCK_SECS = 25
 LONG = 180.0
-STUCK = "sglang::detokenizer"
 
 
 def timeouts(folder: Path, title: str = "") -> list[dict[str, Any]]:
     """Return the finished incidents of watchdogs, of one process where it is named, oldest first."""
-    found = [stored.document for stored in find_incidents(folder) if stored.finished and stored.document]
+    found = [stored.document or {} for stored in whole_incidents(folder)]
     tripped = [document for document in found if document["trigger"]["event"] == "watchdog_timeout"]
     return [document for document in tripped if title in document["trigger"]["title"]][::-1]
 
 
 def test_a_process_stuck_after_a_slow_start_is_named(tmp_path: Path) -> None:
-    arguments = ["--crash-dump-folder", str(tmp_path), "--soft-watchdog-timeout", str(TIMEOUT_SECS)]
+    option = f"--soft-watchdog-timeout={TIMEOUT_SECS}"
     environ = {"SGLANG_TEST_STUCK_DETOKENIZER": str(STUCK_SECS), "SGLANG_CRASHKIT_CAPTURE_SECS": "10"}
-    with Server.start(ensure_lane("0.5.23"), extra_args=arguments, env=environ) as server:
-        server.wait_ready()
+    with serving("0.5.23", tmp_path, option, env=environ) as server:
         before = timeouts(tmp_path)
         # The tokenizer manager tripped while the ranks got ready, which is a finished incident of its own.
         assert {document["trigger"]["pid"] for document in before} >= {server.popen.pid}
-        asked = threading.Thread(target=server.generate, args=("Hello",), kwargs={"max_new_tokens": 4})
-        asked.start()
+        answer = ask_later(server, 4)
         first = wait_until(lambda: timeouts(tmp_path, STUCK), "the stuck process has an incident", LONG)[0]
-        asked.join(LONG)
+        assert len(answer()) == 4
         pid = server.pid_of(STUCK)
         assert server.popen.poll() is None
     assert first["trigger"]["pid"] == pid

@@ -6,18 +6,17 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.crashes.whole import assert_ends, assert_present, assert_told
-from integration.scenario import PATIENCE, RELEASES, Member, left_of, members_of, rank_that_starts
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from integration.crashes.whole import assert_ends, assert_present, assert_told, times_of
+from integration.import_hook import write_site
+from integration.scenario import PATIENCE, SCHEDULER, Member, left_of, members_of, rank_that_starts, serving, start
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
+from unit.support.server_driver import piece_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -30,7 +29,6 @@ EXIT_TIMEOUT_S = 120.0
 INCIDENT_S = 45.0
 
 
-SCHEDULER = "sglang::scheduler"
 #: What each Python of a server runs first: on SIGUSR2 a scheduler raises in its loop, where no one is to catch it.
 RAISE = """
 import signal
@@ -80,12 +78,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=RELEASES)
-def release(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
-
-
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
@@ -95,24 +87,21 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Death]:
     folder = tmp_path_factory.mktemp("crash")
-    arguments = ["--crash-dump-folder", str(folder)]
-    with Server.start(ensure_lane(case.release), extra_args=arguments, env=PATIENCE, **case.parallel) as server:  # type: ignore[arg-type]
+    with start(case.release, folder, env=PATIENCE, **case.parallel) as server:
         pid = rank_that_starts(server, case.victim, TITLE_TIMEOUT_S)
         members = members_of(server)
         os.kill(pid, signal.SIGKILL)
         status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
         left = left_of([server], [member.process for member in members])
         log = server.log_path.read_text(errors="replace")
-        (stored,) = find_incidents(folder)
-        yield Death(pid, status, log, only_incident(folder), stored.path, members, left)
+        path, document = only_incident(folder)
+        yield Death(pid, status, log, document, path, members, left)
 
 
-def only_incident(folder: Path) -> dict[str, Any]:
-    stored = find_incidents(folder)
-    assert len(stored) == 1, [str(one.path) for one in stored]
-    document = stored[0].document
-    assert document is not None
-    return document
+def only_incident(folder: Path) -> tuple[Path, dict[str, Any]]:
+    (stored,) = find_incidents(folder)
+    assert stored.document is not None
+    return stored.path, stored.document
 
 
 def test_the_server_ends_and_nothing_of_it_is_left(death: Death) -> None:
@@ -135,11 +124,8 @@ def test_the_incident_names_the_rank_as_the_first_failure(case: Case, death: Dea
 
 
 def test_the_incident_is_whole_soon_after_the_death(death: Death) -> None:
-    times = {
-        entry["event"]: datetime.fromisoformat(entry["time"].replace("Z", "+00:00"))
-        for entry in reversed(death.incident["timeline"])
-    }
-    assert (times["incident_finished"] - times["process_exited"]).total_seconds() < INCIDENT_S
+    times = times_of(death.incident)
+    assert times["incident_finished"] - times["process_exited"] < INCIDENT_S
     assert death.incident["requests"]["reason"] == "the server had not started to serve"
 
 
@@ -153,44 +139,32 @@ def test_every_process_of_the_server_has_a_stack_or_ended(death: Death) -> None:
 @pytest.mark.matrix
 def test_a_rank_that_raises_while_loading_is_named(release: str, tmp_path: Path) -> None:
     # The tiny model has no weights but those that the test's servers make up.
-    options = ["--crash-dump-folder", str(tmp_path), "--load-format", "auto"]
-    with Server.start(ensure_lane(release), extra_args=options) as server:
+    with start(release, tmp_path, "--load-format", "auto") as server:
         assert server.popen.wait(timeout=TITLE_TIMEOUT_S) == ServerExit.FAILED_START
-        incident = only_incident(tmp_path)
+        path, incident = only_incident(tmp_path)
     assert incident["kind"] in ("exception", "failed_start")
-    (text,) = exceptions_of(incident, tmp_path, SCHEDULER)
+    (text,) = exceptions_of(incident, path, SCHEDULER)
     assert "Cannot find any model weights" in text
 
 
 def test_a_rank_that_raises_before_serving_is_named(release: str, tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(RAISE)
-    options = ["--crash-dump-folder", str(tmp_path / "crash")]
-    env = PATIENCE | NO_REQUEST | {"PYTHONPATH": str(tmp_path / "site")}
+    env = PATIENCE | NO_REQUEST | write_site(tmp_path / "site", RAISE)
     # One that sleeps is seldom in its loop itself.
-    with Server.start(ensure_lane(release), extra_args=options, env=env, spins=True) as server:
-        server.wait_ready()
+    with serving(release, tmp_path / "crash", env=env, spins=True) as server:
         os.kill(server.pid_of(SCHEDULER), signal.SIGUSR2)
         assert server.popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.RAISED
-        incident = only_incident(tmp_path / "crash")
-    (text,) = exceptions_of(incident, tmp_path / "crash", SCHEDULER)
+        path, incident = only_incident(tmp_path / "crash")
+    (text,) = exceptions_of(incident, path, SCHEDULER)
     assert "before the first request" in text
     for process in incident["processes"]:
         if process["role"] not in ("helper", "scheduler"):
-            assert {"kind": "stack", "status": "captured"}.items() <= stack_of(process).items(), process
+            assert piece_of(process, "stack")["status"] == "captured", process
 
 
 def exceptions_of(incident: dict[str, Any], folder: Path, title: str) -> list[str]:
     """Return what the exceptions of the process with this title say, which the verdict must name."""
     assert incident["verdict"]["first_failure"]["title"] == title
     assert incident["verdict"]["kind"] == "exception"
-    (stored,) = find_incidents(folder)
     pieces = [piece for process in incident["processes"] if process["title"] == title for piece in process["evidence"]]
     assert {piece["status"] for piece in pieces if piece["kind"] == "exception"} == {"captured"}
-    return [(stored.path / piece["path"]).read_text() for piece in pieces if piece["kind"] == "exception"]
-
-
-def stack_of(process: dict[str, Any]) -> dict[str, Any]:
-    (piece,) = [piece for piece in process["evidence"] if piece["kind"] == "stack"]
-    found: dict[str, Any] = piece
-    return found
+    return [(folder / piece["path"]).read_text() for piece in pieces if piece["kind"] == "exception"]

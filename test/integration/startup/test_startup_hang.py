@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from integration.faults import TP0, TP1
 from integration.import_hook import write_site
+from integration.scenario import rank_that_starts, run_kit
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import sample_all
@@ -21,7 +21,7 @@ from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
-RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
+RANKS = (TP0, TP1)
 #: Until the ranks are where they stay, on a busy machine.
 START_S = 300.0
 COLLECT_S = 120.0
@@ -64,11 +64,6 @@ class Story:
     apart: dict[str, Any]  # what it says when both are there and look for each other in different places
 
 
-def pid_of(server: Server, rank: str) -> int:
-    time.sleep(0.1)
-    return next((pid for pid, title in server.processes() if title.startswith(rank)), 0)
-
-
 def is_in(pid: int, function: str) -> bool:
     """Say whether a process is in a function of torch's groups."""
     time.sleep(0.1)
@@ -79,9 +74,8 @@ def is_in(pid: int, function: str) -> bool:
 
 
 def verdict_on(server: Server, folder: Path) -> dict[str, Any]:
-    argv = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", f"--pid={server.pid}"]
-    argv += ["--interval=1", f"--output-dir={folder}"]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, timeout=COLLECT_S, check=True)
+    argv = ("collect", "--json", f"--pid={server.pid}", "--interval=1", f"--output-dir={folder}")
+    done = run_kit(*argv, timeout_s=COLLECT_S)
     verdict: dict[str, Any] = json.loads(done.stdout)["verdict"]
     return verdict
 
@@ -92,7 +86,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     environ = write_site(folder, SITECUSTOMIZE, CHANGED)
     lane = ensure_lane("0.5.23", pristine=True)
     with Server.start(lane, tp=2, env=environ) as server:
-        first, second = (wait_until(lambda rank=rank: pid_of(server, rank), rank, START_S) for rank in RANKS)
+        first, second = (rank_that_starts(server, rank, START_S) for rank in RANKS)
         wait_until((folder / "held").exists, "the second rank is held", START_S)
         wait_until(lambda: is_in(first, "_create_c10d_store"), "the first one waits in the store", START_S)
         held = verdict_on(server, output)

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import PATIENCE
-from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from integration.faults import TP0, TP1
+from integration.scenario import PATIENCE, start
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
+RANKS = (TP0, TP1)
 #: Seconds from the launch of the ranks. The second one is for a machine that is too busy for them to be where they stay
 #: `SETTLED_S` before the first.
 LIMITS_S = (60.0, 150.0)
@@ -41,7 +40,7 @@ def end_at(limit_s: float, folder: Path, *, patiently: bool) -> Ended | None:
     """Start a server that gives up at the limit; return None where the ranks are late, unless `patiently`."""
     began = launched = time.monotonic()
     env = ENV | {"SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS": str(limit_s)}
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=["--crash-dump-folder", str(folder)], env=env) as server:
+    with start("0.5.23", folder, tp=2, env=env) as server:
         while not patiently and server.popen.poll() is None:
             log = server.log_path.read_text(errors="replace")
             launched = launched if LAUNCHING in log else time.monotonic()

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from lanelib.commands import clean_environment
 from lanelib.procs import Process, send, tree_of
@@ -26,6 +27,28 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: How often the dead are reaped meanwhile, in seconds.
 _REAP_S = 0.2
 _KILL_TIMEOUT_S = 30.0
+_Self = TypeVar("_Self", bound="Daemon")
+
+
+class Daemon:
+    """What starts daemons, to be used as a context manager: `close` ends them, also where they did not all start."""
+
+    def __enter__(self: _Self) -> _Self:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 class Keeper:

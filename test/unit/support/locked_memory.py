@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from unit.support.waiting import LONG, child, wait_until
+from unit.support.targets import settle
+from unit.support.waiting import LONG, child
 
 _TARGET = """
 import ctypes, mmap, threading
@@ -52,7 +53,7 @@ def locked_process(folder: Path, title: str | None = None) -> Iterator[subproces
                 assert is_asked.wait(LONG), "no one asked for the page"
                 target.stdin.write(b"\n")
                 target.stdin.flush()
-                wait_until(lambda: _is_uninterruptible(target.pid), "the lock is waited for")
+                settle(target.pid, "D")
                 yield target
             finally:
                 # Both die once the file system is closed, at the end of the outer block, at the latest.
@@ -60,11 +61,6 @@ def locked_process(folder: Path, title: str | None = None) -> Iterator[subproces
                 target.kill()
                 _abort(path)
                 reader.wait(LONG)
-
-
-def _is_uninterruptible(pid: int) -> bool:
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return text[text.rindex(")") + 2] == "D"
 
 
 @contextlib.contextmanager

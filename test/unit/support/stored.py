@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
-from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger
 from sglang_crashkit.model.incident_log import LOG, IncidentLog
 from sglang_crashkit.settings import DiskLimits
@@ -102,16 +100,3 @@ def handler_log(folder: Path, text: str) -> str:
         [sys.executable, "-c", _LOG_ONE], input=json.dumps([str(path), text]), text=True, timeout=60, check=True
     )
     return path.read_text()
-
-
-def wait_for_incident(folder: Path, timeout_secs: float) -> StoredIncident | None:
-    """Wait until there is a finished incident below `folder` and return the newest; None at the end of the time."""
-    deadline = time.monotonic() + timeout_secs
-    while True:
-        if folder.is_dir():
-            for incident in find_incidents(folder):
-                if incident.finished and incident.document is not None:
-                    return incident
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(0.02)

@@ -20,6 +20,7 @@ from sglang_crashkit.test.fail_fast import Death, Watcher
 from sglang_crashkit.test.server_fixtures import disaggregation_fixture
 from sglang_crashkit.test.test_utils import on_start_fail_fast_watcher, start_subprocess_fail_fast_watcher
 from unit.support.server_driver import Server
+from unit.support.targets import make_tool
 from unit.support.waiting import LONG, child, spawned, wait_until
 
 SLEEP = [sys.executable, "-c", "import time\nprint('ready', flush=True)\ntime.sleep(120)"]
@@ -198,10 +199,8 @@ def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path
 
 
 def test_a_tool_that_hangs_does_not_hold_the_message_up(tmp_path, start, monkeypatch):
-    slow = tmp_path / "py-spy"
-    slow.write_text("#!/bin/sh\nexec sleep 60\n")
-    slow.chmod(0o755)
-    monkeypatch.setattr("sglang_crashkit.capture.pyspy.find_pyspy", lambda: str(slow))
+    slow = make_tool(tmp_path, "exec sleep 60")
+    monkeypatch.setattr("sglang_crashkit.capture.pyspy.find_pyspy", lambda: slow)
     victim, survivor = start(), start()
     watcher = watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
     victim.kill()
