@@ -609,10 +609,6 @@ def served() -> World:
     return world
 
 
-def beat_on(world: World) -> Callable[[], None]:
-    return lambda: world.beat(10, 11)
-
-
 # -- those of them that beat
 
 DETOKENIZER, WORKER = 20, 21
