@@ -113,7 +113,7 @@ def test_what_follows_while_the_server_ends_changes_no_verdict(
 
 
 #: A main process that ends with status 7 when it hears of a death, and a rank.
-SERVING = LAUNCHER.replace("import ctypes", "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\nimport ctypes")
+SERVING = "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\n" + LAUNCHER
 
 
 @pytest.mark.parametrize(

@@ -19,19 +19,26 @@ from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
 from unit.support.waiting import child, wait_until
 
-#: A main process with two children: one that has its title, and one that has not got so far.
-LAUNCHER = """
+#: For a main process: starts a child that is ready when this returns its pid, ends with it and is never reaped.
+STARTS = """
 import ctypes, subprocess
 die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 def start(code):
-    command = [sys.executable, "-c", code + "; import sys; print(flush=True); sys.stdin.read()"]
-    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=die_with_parent)
+    command = [sys.executable, "-c", code + "; import signal; print(flush=True); signal.pause()"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=die_with_parent)
     started.stdout.readline()
     return started.pid
-titled = start("import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP0')")
-ready(f"{titled} {start('from multiprocessing.spawn import spawn_main')}")
+def start_titled(title):
+    return start(f"import setproctitle; setproctitle.setproctitle({title!r})")
+"""
+#: A main process with two children: one that has its title, and one that has not got so far.
+LAUNCHER = (
+    STARTS
+    + """
+ready(f"{start_titled('sglang::scheduler_TP0')} {start('from multiprocessing.spawn import spawn_main')}")
 pause()
 """
+)
 
 
 class Case:
