@@ -418,7 +418,7 @@ class Session:
     def _open(self, kind: str, trigger: str, subject: Subject) -> None:
         """Begin an incident. It is gathered, too, where it cannot be written anywhere."""
         self.shortages.look()
-        folder = self._place.make_folder(kind, subject.seconds, self._settings.disk)
+        folder = self._place.make_folder(kind, subject.seconds, self._settings.disk, self._tree.root.pid)
         its = Trigger(trigger, iso_time(subject.seconds), subject.process.pid, subject.process.title)
         more = (self._place.runtime, self._settings, self._collectors, self.note_error)
         self.run = run = IncidentRun(kind, its, self._tree, folder, *more)
