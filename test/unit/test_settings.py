@@ -81,6 +81,4 @@ def test_a_variable_of_another_version_is_unknown() -> None:
 
 def test_a_temporary_folder_too_deep_for_sockets_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 100)
-    path = settings.socket_path(1, 2)
-    assert path.parent == settings.runtime_folder(1, 2)
-    assert str(path).startswith(f"/tmp/sglang-crashkit-{os.getuid()}/run/")
+    assert str(settings.runtime_folder(1, 2)).startswith(f"/tmp/sglang-crashkit-{os.getuid()}/run/")
