@@ -196,17 +196,6 @@ def asked_to_end(hang_secs: float = 60.0, silent_secs: float = 5.5) -> World:
     return world
 
 
-def test_what_is_silent_at_sigterm_is_a_hang() -> None:
-    world = asked_to_end()
-    (run,) = world.hangs
-    assert (silent_in(run), run.incident.trigger.event) == ([10, 11], "silent_at_sigterm")
-    world.pass_time(2.1)
-    assert (world.captures(world.hangs[0]), world.hangs[0].finished) == (3, True)
-    # It is the same one after the usual time.
-    world.pass_time(100)
-    assert len(world.hangs) == 1
-
-
 @pytest.mark.parametrize("is_current", [True, False])
 def test_where_they_go_on_there_was_none(is_current: bool) -> None:
     world = asked_to_end()
@@ -219,7 +208,9 @@ def test_where_they_go_on_there_was_none(is_current: bool) -> None:
 
 @pytest.mark.parametrize("silent_secs", [0.0, 1.0, 2.9])
 @pytest.mark.parametrize("number", [1, 100])
-def test_a_rank_that_falls_silent_around_sigterm_is_whole_in_time(silent_secs: float, number: int) -> None:
+def test_a_rank_that_falls_silent_around_sigterm_is_a_hang_that_is_whole_in_time(
+    silent_secs: float, number: int
+) -> None:
     world = World(60.0).follow()
     world.batch(number=number)
     world.pass_time(silent_secs)
@@ -227,9 +218,13 @@ def test_a_rank_that_falls_silent_around_sigterm_is_whole_in_time(silent_secs: f
     world.pass_time(3.0 - silent_secs - 0.1)
     assert world.hangs == []
     world.pass_time(0.7)
-    assert [silent_in(run) for run in world.hangs] == [[10, 11]]
+    (run,) = world.hangs
+    assert (silent_in(run), run.incident.trigger.event) == ([10, 11], "silent_at_sigterm")
     world.pass_time(2.1)
-    assert world.hangs[0].finished
+    assert (world.captures(run), run.finished) == (3, True)
+    # It is the same one after the usual time.
+    world.pass_time(100)
+    assert world.hangs == [run]
 
 
 @pytest.mark.parametrize(
@@ -349,15 +344,6 @@ def test_a_hang_whose_schedulers_all_died_is_over(world: World) -> None:
     assert world.session.hang is None
     assert progress(world.hangs[0]) == []
     assert world.watch.act_on_time() == float("inf")
-
-
-def test_an_incident_that_cannot_begin_is_tried_again(world: World) -> None:
-    world.crash()
-    world.pass_time(30)
-    assert world.hangs == []
-    world.session.finish_observed()
-    world.pass_time(11)
-    assert len(world.hangs) == 1
 
 
 # -- what is no hang
@@ -755,6 +741,11 @@ STORIES: dict[str, tuple[str, Story, list[list[int]]]] = {
     "what was noticed before it is asked to end is not another one": (
         "world",
         [7, do("ask_to_end"), 4],
+        [[10, 11]],
+    ),
+    "an incident that cannot begin is tried again": (
+        "world",
+        [do("crash"), 30, no_hang, lambda world: world.session.finish_observed(), 11],
         [[10, 11]],
     ),
     "one sign is no progress": ("world", [7, do("beat"), 7], [[10, 11]]),
