@@ -53,7 +53,7 @@ class Case:
         """Let the server say that its launch failed, and return the titles in the incident by pid."""
         tree = self.handler.tree
         fields |= {"titles": titles, "message": "died"}
-        message = Message(event, fields, tree.root.pid, os.getuid(), None)
+        message = Message(event, fields, tree.root.pid, None)
         self.handler.take(message, tree.root)
         run = self.handler.session.run
         assert run.finished
@@ -62,7 +62,7 @@ class Case:
     def say(self, event: str, pid: int = 0, **fields: Any) -> None:
         """Let a process of the server say something, by default its main process."""
         pid = pid or self.handler.tree.root.pid
-        self.handler.take(Message(event, fields, pid, os.getuid(), None), self.handler.tree.get(pid))
+        self.handler.take(Message(event, fields, pid, None), self.handler.tree.get(pid))
 
     def kill(self, pid: int) -> None:
         """Kill a rank, and have the handler take in its end."""
