@@ -154,7 +154,7 @@ class World(Beating):
 
     @property
     def withdrawn(self) -> list[IncidentRun]:
-        return [run for run in self.hangs if not run.path.exists()]
+        return [run for run in self.hangs if not run.folder.path.exists()]
 
     def captures(self, run: IncidentRun) -> int:
         return sum(one is run for one in self.captured)
@@ -285,7 +285,7 @@ def test_a_silent_server_is_one_hang_with_three_snapshots(world: World) -> None:
     assert len(world.hangs) == 1
     assert world.captures(run) == 3
     assert run.incident.trigger.event == "no_progress"
-    assert world.said == [*run.conclusion.lines, f"{run.incident.verdict.text} Incident: {run.path}"]
+    assert world.said == [*run.conclusion.lines, f"{run.incident.verdict.text} Incident: {run.folder.path}"]
     assert len(world.said) <= 6
 
 
@@ -306,7 +306,7 @@ def test_progress_is_noted_when_all_go_on(world: World) -> None:
     assert 24 < hung_secs < 28
     # It stays an incident, and tells of the progress.
     assert (world.session.hang, world.withdrawn) == (None, [])
-    assert "Progress returned after " in (first.path / "summary.md").read_text()
+    assert "Progress returned after " in (first.folder.path / "summary.md").read_text()
     world.pass_time(20)
     assert [progress(run) for run in world.hangs] == [progress(first), []]
     assert silent_in(world.hangs[1]) == [10, 11]

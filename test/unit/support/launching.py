@@ -78,7 +78,7 @@ class Case:
 
     def verdict(self) -> Any:
         run = self.handler.session.run
-        return judge(run.incident, run.path)
+        return judge(run.incident, run.folder.path)
 
 
 def launch(handler: CrashHandler, *own: int) -> None:
