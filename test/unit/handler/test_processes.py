@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -23,18 +22,12 @@ from unit.support.locked_memory import locked_process
 from unit.support.targets import INSTALL
 from unit.support.waiting import LONG, child, wait_until
 
-
-def end(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
 #: A program that only uses an engine, and runs a whole server as a subprocess.
 USES = (
     STARTS
     + """
-code = "import os, setproctitle; os.fork() or setproctitle.setproctitle('sglang::scheduler_TP0')"
-ready(start(code))
+code = "import ctypes, os, setproctitle; os.fork() or "
+ready(start(code + "(ctypes.CDLL(None).prctl(1, 9), setproctitle.setproctitle('sglang::scheduler_TP0'))"))
 pause()
 """
 )
@@ -48,7 +41,6 @@ def test_another_server_that_a_process_started_is_not_this_servers() -> None:
         assert {process.pid for process in tree} == {process.pid}
         found = tree.get(rank)
         assert (found.role, found.matters, tree.started_by_own(found)) == ("helper", False, False)
-        end(rank)
 
 
 @pytest.mark.parametrize("start_ticks", [1, 4711])
@@ -71,7 +63,7 @@ def oom_kills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def end_unnoticed(case: Case) -> None:
     """End the rank that starts. Nobody reaps it, so that it is dying all the time."""
-    end(case.starting)
+    os.kill(case.starting, signal.SIGKILL)
     wait_until(case.handler.tree.get(case.starting).handle.has_exited, "it has ended")
 
 
