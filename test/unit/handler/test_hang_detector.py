@@ -506,8 +506,7 @@ def compile_something(world: World) -> None:
     world.doing = {10: WAITS, 11: COMPILES}
 
 
-def test_what_is_busy_for_too_long_is_another_incident() -> None:
-    world = World(5.0).follow()
+def test_what_is_busy_for_too_long_is_another_incident(world: World) -> None:
     compile_something(world)
     world.pass_time(15)
     (run,) = world.hangs
@@ -535,8 +534,7 @@ def go_on_in(world: World, snapshot: int) -> None:
 
 
 @pytest.mark.parametrize("snapshot", [2, 3])
-def test_what_compiled_until_a_snapshot_was_taken_is_withdrawn(snapshot: int) -> None:
-    world = World(5.0).follow()
+def test_what_compiled_until_a_snapshot_was_taken_is_withdrawn(world: World, snapshot: int) -> None:
     compile_something(world)
     go_on_in(world, snapshot)
     world.pass_time(4.9 + 2 * snapshot)
@@ -548,8 +546,7 @@ def test_what_compiled_until_a_snapshot_was_taken_is_withdrawn(snapshot: int) ->
     assert all(len(report.samples) == snapshot - 1 for report in run.incident.processes if report.is_rank)
 
 
-def test_one_that_goes_on_for_a_moment_amid_the_last_snapshot_hangs() -> None:
-    world = World(5.0).follow()
+def test_one_that_goes_on_for_a_moment_amid_the_last_snapshot_hangs(world: World) -> None:
     compile_something(world)
     go_on_in(world, 3)
     world.pass_time(20)
