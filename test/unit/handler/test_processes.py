@@ -61,17 +61,11 @@ def oom_kills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return events
 
 
-def end_unnoticed(case: Case) -> None:
-    """End the rank that starts. Nobody reaps it, so that it is dying all the time."""
-    os.kill(case.starting, signal.SIGKILL)
-    wait_until(case.handler.tree.get(case.starting).handle.has_exited, "it has ended")
-
-
 def test_an_oom_kill_of_long_ago_is_not_counted(
     oom_kills: Path, launching: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = launching.handler.tree
-    end_unnoticed(launching)
+    launching.end(launching.starting)
     counter = tree.root.oom_counter
     assert counter is not None
     oom_kills.write_text("oom_kill 4\n")
@@ -92,7 +86,7 @@ def test_the_oom_kill_of_a_neighbour_in_the_container_is_no_processs_own(oom_kil
     assert [counter.grown_by() for counter in counters] == [0, 0]
     # The next one is that of the process that dies then.
     oom_kills.write_text("oom_kill 5\n")
-    end_unnoticed(launching)
+    launching.end(pid)
     tree.refresh()
     assert tree.get(pid).oom_counter.grown_by() == 1
 
@@ -184,15 +178,11 @@ def test_a_process_that_cannot_be_read_holds_nothing_up(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
-    with watched(tmp_path, short_folder) as case:
-        case.handler.look()
-        os.kill(case.starting, signal.SIGKILL)
-        titled, starting = map(case.handler.tree.get, (case.titled, case.starting))
-        assert (titled.title, starting.role) == ("sglang::scheduler_TP0", "starting")
-        wait_until(starting.handle.has_exited, "the rank is dead")
-        case.handler.session.collect_exits()
-        yield case
+def case(launching: Case) -> Case:
+    titled, starting = map(launching.handler.tree.get, (launching.titled, launching.starting))
+    assert (titled.title, starting.role) == ("sglang::scheduler_TP0", "starting")
+    launching.kill(launching.starting)
+    return launching
 
 
 @pytest.fixture(params=["seen", "not seen", "seen before it was executed"])
@@ -254,14 +244,11 @@ def test_a_rank_reaped_unseen_is_told_by_the_server(launching: Case, is_begun: b
     assert f"Rank 1 scheduler (pid {REAPED}) was killed by SIGKILL" in verdict.text
 
 
-def kill_as(case: Case, title: str, **facts: Any) -> None:
+def kill_as(case: Case, title: str) -> None:
     """Kill the rank that starts, known by another title by then."""
     starting = case.handler.tree.get(case.starting)
     starting.title = title
-    for name, value in facts.items():
-        setattr(starting, name, value)
-    os.kill(case.starting, signal.SIGKILL)
-    wait_until(starting.handle.has_exited, "the child is dead")
+    case.end(case.starting)
     case.handler.session.take_exit(starting)
 
 

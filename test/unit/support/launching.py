@@ -64,11 +64,14 @@ class Case:
         pid = pid or self.handler.tree.root.pid
         self.handler.take(Message(event, fields, pid, None), self.handler.tree.get(pid))
 
+    def end(self, pid: int) -> None:
+        """Kill a rank, whose end the handler does not notice. Nobody reaps it, so that it is dying all the time."""
+        os.kill(pid, signal.SIGKILL)
+        wait_until(self.handler.tree.get(pid).handle.has_exited, "the rank is dead")
+
     def kill(self, pid: int) -> None:
         """Kill a rank, and have the handler take in its end."""
-        os.kill(pid, signal.SIGKILL)
-        rank = self.handler.tree.get(pid)
-        wait_until(rank.handle.has_exited, "the rank is dead")
+        self.end(pid)
         self.handler.session.collect_exits()
 
     def failures(self) -> list[int]:
