@@ -148,19 +148,11 @@ def test_one_that_was_there_each_time_of_an_oom_kill_is_named() -> None:
     assert [one.rid for one in made.suspects] == ["again"]
 
 
-def crash(
-    crash_folder: Path,
-    number: int,
-    *rids: str,
-    request: dict[str, Any] = REQUEST,
-    signal: str | None = None,
-    beside: int = 0,
-) -> Incident:
-    """Finish one more incident of the same fault, with these requests in the step, and others under way beside it."""
+def crash(crash_folder: Path, number: int, *rids: str, request: dict[str, Any] = REQUEST) -> Incident:
+    """Finish one more incident of the same fault, with these requests in the step."""
     made = incident(*rids)
-    made.requests.journal = JournaledRequests(REQUESTS, unfinished=len(rids) + beside)
+    made.requests.journal = JournaledRequests(REQUESTS, unfinished=len(rids))
     made.environment = {"model": "/model"}
-    made.processes[0].exit = Exit(None, signal, "signal", "", "") if signal else None
     lines = [line_of(rid, request | {"text": f"{request['text']} {place}"}) for place, rid in enumerate(rids)]
     return keep(made, crash_folder, "".join(lines), number)
 
