@@ -456,7 +456,6 @@ class IncidentRun:
     ) -> list[str]:
         """Take in that a process goes on without a thread that raised, and its record; return the thread's frames."""
         report, frames = self.report(process), list[str]()
-        message, thread = (text[:_MAX_MESSAGE].encode(errors="backslashreplace").decode() for text in (message, thread))
         if record is not None:
             frames = process_evidence.adopt_record(record, report, self.folder, "thread_exception")
         self.recall_dead_thread(process, seconds, thread, message, frames)
@@ -466,6 +465,7 @@ class IncidentRun:
         self, process: TrackedProcess, seconds: float, thread: str, message: str, frames: Sequence[str]
     ) -> None:
         """Take in that a process has gone on without a thread, whose record an earlier incident may have."""
+        message, thread = (text[:_MAX_MESSAGE].encode(errors="backslashreplace").decode() for text in (message, thread))
         its = {"thread": thread, "message": message, "frames": frames[:_MAX_THREAD_FRAMES]}
         self.note(seconds, "thread_died", pid=process.pid, title=process.title, **its)
         if not self.finished:

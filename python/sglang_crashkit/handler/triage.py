@@ -212,7 +212,7 @@ class Triage:
 
     def _open_for_exit(self, seen: Seen, now: float) -> None:
         hard = seen.status.signal in FATAL_SIGNALS
-        event = _or_of_worker(seen, Event.DIED)
+        event = _event_of(seen, Event.DIED)
         stage = self._open("killed" if hard else "exited", "process_exited", seen, now)
         self._apply(stage, event)
         stage.exits.append(seen)
@@ -261,7 +261,7 @@ class Triage:
         stage = self.stage or self._open("exception", "exception", seen, now)
         if not self.is_ending and not seen.caught:
             stage.soft_until = None
-        event = Event.CAUGHT if seen.caught else _or_of_worker(seen, Event.RAISED)
+        event = Event.CAUGHT if seen.caught else _event_of(seen, Event.RAISED)
         self._apply(stage, event)
         self._add("add_exception")
         # Its dump, which follows, belongs to it.
@@ -298,9 +298,9 @@ class Triage:
             return
         if self.stage is None and self.shutdown.draining and seen.silent:
             stage = self._open_at_end("crash_dump", seen, now)
-            self._apply(stage, _or_of_worker(seen, Event.DUMPED))
+            self._apply(stage, _event_of(seen, Event.DUMPED))
         else:
-            stage = self._join("child_failure", "crash_dump", seen, now, _or_of_worker(seen, Event.DUMPED))
+            stage = self._join("child_failure", "crash_dump", seen, now, _event_of(seen, Event.DUMPED))
         stage.dump_begun, stage.observed = True, False
         stage.dumping.add(seen.pid)
         stage.sigquit_secs = stage.answer_by = stage.soft_until = stage.observed_until = None
@@ -312,7 +312,7 @@ class Triage:
             return
         if self.stage is None or seen.pid not in self.stage.dumping:
             self._make_room()
-        stage = self._join("child_failure", "crash_dump", seen, now, _or_of_worker(seen, Event.DUMPED))
+        stage = self._join("child_failure", "crash_dump", seen, now, _event_of(seen, Event.DUMPED))
         self._add("add_requests")
         stage.dumping.discard(seen.pid)
         if stage.dumping:
@@ -565,6 +565,6 @@ class Triage:
         self._add("discard")
 
 
-def _or_of_worker(seen: Seen, event: Event) -> Event:
-    """Return which event it is: the end of a tokenizer worker is one of its own, as the HTTP server starts it anew."""
+def _event_of(seen: Seen, event: Event) -> Event:
+    """Return `event`, or that of a tokenizer worker, which the HTTP server starts anew."""
     return Event.WORKER_DIED if seen.role == _WORKER else event
