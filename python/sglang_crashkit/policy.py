@@ -102,17 +102,6 @@ def decide(mode: Mode, event: Event) -> Decision:
     return (_OF_SERVER if mode is Mode.SERVER else {}).get(event) or _OF_ALL.get(event, _OBSERVED)
 
 
-def death(*, orderly: bool, draining: bool, replaced: bool = False) -> Event:
-    """Return which event the end of one of the server's processes, or of a tokenizer worker (`replaced`), is.
-
-    It is orderly with status 0, or by a signal that asks for an end. A manager of services or jobs asks
-    all processes of a server to end, not the main one alone.
-    """
-    if orderly and draining:
-        return Event.LEFT
-    return Event.WORKER_DIED if replaced else Event.DIED
-
-
 def mode_of(server_args: Any, *, is_program: bool) -> Mode:
     """Return what the program is that launches a server; `is_program` says that SGLang's own launcher runs it."""
     # Upstream's coming arguments are not named yet; none of today's is called so.

@@ -85,12 +85,11 @@ class HandlerUnreachableError(Exception):
 
 @dataclass(frozen=True)
 class Message:
-    """A message as the handler received it, from a process and user that the kernel names."""
+    """A message as the handler received it, from a process that the kernel names and a user that it takes it from."""
 
     event: str
     fields: dict[str, Any]  # all but the event; of what `EVENTS` lists, only what has the type that belongs there
     pid: int
-    uid: int
     address: bytes | None  # where an acknowledgement goes, None when the sender does not wait
     descriptor: int | None = None  # what came with it, open until `close`; None where nothing did, or it was not wanted
 
@@ -341,4 +340,4 @@ def _decode(data: bytes, pid: int | None, uid: int, address: bytes | str | None)
     types = {"at": _NUMBER, **EVENTS.get(event, {})}
     # The event counts, also where somebody else's version says something of it in another way.
     known = {name: value for name, value in fields.items() if type(value) in types.get(name, (type(value),))}
-    return Message(event, known, pid, uid, os.fsencode(address) if waits and address else None)
+    return Message(event, known, pid, os.fsencode(address) if waits and address else None)

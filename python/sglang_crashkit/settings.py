@@ -205,15 +205,10 @@ def runtime_folder(server_pid: int, start_ticks: int) -> Path:
     return folder
 
 
-def socket_path(server_pid: int, start_ticks: int) -> Path:
-    """Return the path of the socket of the crash handler of a server; see `runtime_folder`."""
-    return runtime_folder(server_pid, start_ticks) / SOCKET
-
-
 def socket_of(server_pid: int) -> Path | None:
     """Return where the crash handler of a process has its socket, if there is one; None where the process is gone."""
     stat = procfs.read_stat(server_pid)
-    return socket_path(server_pid, stat.start_ticks) if stat is not None else None
+    return runtime_folder(server_pid, stat.start_ticks) / SOCKET if stat is not None else None
 
 
 #: What this process put into its environment for its children, and its pid.

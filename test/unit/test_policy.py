@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import sglang_crashkit
-from sglang_crashkit.policy import Capture, Decision, Event, Mode, death, decide, mode_of
+from sglang_crashkit.policy import Capture, Decision, Event, Mode, decide, mode_of
 
 ROOT = Path(sglang_crashkit.__file__).parent
 DOCUMENT = Path(__file__).parents[2] / "docs" / "policy.md"
@@ -44,21 +44,6 @@ def test_only_a_failing_server_program_is_told_ended_or_hurt(mode: Mode, event: 
     if mode is not Mode.SERVER or event in GOES_ON:
         assert (action.sends_sigquit, action.ends) == (False, False)
         assert action.captures is not Capture.FULL or event is Event.DUMPED
-
-
-@pytest.mark.parametrize(
-    ("orderly", "draining", "replaced", "expected"),
-    [
-        (True, True, False, Event.LEFT),
-        (True, False, False, Event.DIED),
-        (False, True, False, Event.DIED),
-        (False, False, True, Event.WORKER_DIED),
-    ],
-)
-def test_an_end_is_orderly_only_while_the_server_ends(
-    orderly: bool, draining: bool, replaced: bool, expected: Event
-) -> None:
-    assert death(orderly=orderly, draining=draining, replaced=replaced) is expected
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -66,12 +64,6 @@ def test_a_variable_sets_its_setting_and_no_other(
     assert Settings.from_environ() == Settings.from_environ(dict(os.environ))
 
 
-def test_the_known_variables_are_the_documented_ones() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    documented = set(re.findall(r"SGLANG_CRASHKIT_[A-Z_]*[A-Z]\b", page))
-    assert settings.VARIABLES.keys() | settings.OWN_VARIABLES == documented
-
-
 def test_a_variable_of_another_version_is_unknown() -> None:
     environ = dict.fromkeys([*settings.VARIABLES, *settings.OWN_VARIABLES, "SGLANG_OTHER", "HOME"], "1")
     assert settings.unknown_variables(environ) == []
@@ -81,6 +73,4 @@ def test_a_variable_of_another_version_is_unknown() -> None:
 
 def test_a_temporary_folder_too_deep_for_sockets_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 100)
-    path = settings.socket_path(1, 2)
-    assert path.parent == settings.runtime_folder(1, 2)
-    assert str(path).startswith(f"/tmp/sglang-crashkit-{os.getuid()}/run/")
+    assert str(settings.runtime_folder(1, 2)).startswith(f"/tmp/sglang-crashkit-{os.getuid()}/run/")

@@ -52,7 +52,6 @@ LOOK_SECS = 1.0
 _MAX_LINE = _MAX_LOG = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
 _LINE = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "(\w+)"')
-_STACKS = "stacks/"
 
 
 class Conclusion(msgspec.Struct):
@@ -236,7 +235,7 @@ def _give_up_stacks(incident: Incident) -> Iterator[str]:
     assert incident.fault is not None
     for report in incident.processes:
         for piece in report.evidence:
-            if piece.path and piece.path.startswith(_STACKS) and report is not incident.first_failure:
+            if piece.path and piece.path.startswith("stacks/") and report is not incident.first_failure:
                 yield from (str(Path(piece.path).with_suffix(suffix)) for suffix in (".txt", ".json"))
                 piece.status, piece.path, piece.source = "skipped", None, None
                 piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"

@@ -57,16 +57,15 @@ class Place:
     flight_folder: Path | None = None  # where PyTorch's flight recorder writes; None where it cannot
     warnings: list[str] = field(default_factory=list)  # what could not be made, for the server's log
 
-    def make_folder(self, kind: str, seconds: float, limits: DiskLimits) -> IncidentFolder:
+    def make_folder(self, kind: str, seconds: float, limits: DiskLimits, server_pid: int) -> IncidentFolder:
         """Make the folder of an incident of `seconds` since the epoch, in the other place where the crash folder fails.
 
         Where there is no place at all, it keeps nothing, and says why.
         """
-        pid, problems = self.runtime.name.partition("-")[0], []
-        server = int(pid) if pid.isdecimal() else 0
+        problems = []
         for folder in (self.host_folder, fallback_folder()):
             try:
-                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, limits, server)
+                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, limits, server_pid)
             except (OSError, CrashkitError) as error:
                 problems.append(f"no incident can be written below {folder}: {error}")
                 logger.error("%s", problems[-1])

@@ -130,7 +130,7 @@ class HangDetector:
             run = hang.run
             if run.finished:
                 words = run.incident.verdict.text if run.incident.verdict is not None else "no progress."
-                last = f"{words} Incident: {run.problem or run.path}"
+                last = f"{words} Incident: {run.folder.problem or run.folder.path}"
                 for line in (*(run.conclusion.lines if run.conclusion is not None else ()), last):
                     self._say(line)
 

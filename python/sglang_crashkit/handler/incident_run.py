@@ -172,16 +172,6 @@ class IncidentRun:
         self.incident = Incident(id=folder.id, kind=kind, trigger=trigger, server=server, handler=handler)
         self.checkpoint()
 
-    @property
-    def path(self) -> Path:
-        """The incident's folder as it is named now."""
-        return self.folder.path
-
-    @property
-    def problem(self) -> str:
-        """Why it does not lie on disk, so that nothing but answers and logs tell of it; empty where it does."""
-        return self.folder.problem
-
     def note(self, seconds: float, event: str, /, **fields: Any) -> None:
         """Add an event to the timeline; see `Incident.note`."""
         self.incident.note(seconds, event, **fields)
@@ -290,7 +280,7 @@ class IncidentRun:
             self._log.keep()
         except (OSError, ValueError) as error:
             # A finished one may have been removed by now.
-            logger.warning("incident %s cannot be written for now: %s", self.path, error)
+            logger.warning("incident %s cannot be written for now: %s", self.folder.path, error)
         self._is_stale = self.finished
 
     def refresh(self) -> None:
@@ -303,7 +293,7 @@ class IncidentRun:
             try:
                 self._save_conclusion(made)
             except OSError as error:
-                logger.warning("incident %s cannot be written for now: %s", self.path, error)
+                logger.warning("incident %s cannot be written for now: %s", self.folder.path, error)
 
     def _conclude(self, *, again: bool) -> Conclusion | None:
         """Have the incident judged and rendered in a child; None where that fails."""
@@ -333,7 +323,7 @@ class IncidentRun:
             answer = call_within(secs, work, most, keep=[_LOG])
             return msgspec.convert(json.loads(answer), kind)
         except (OSError, ValueError, RecursionError) as error:
-            logger.error("incident %s could not be judged: %s", self.path, error)
+            logger.error("incident %s could not be judged: %s", self.folder.path, error)
             return None
 
     def _save_conclusion(self, made: Conclusion) -> None:
@@ -360,7 +350,7 @@ class IncidentRun:
         try:
             self.folder.discard()
         except OSError as error:
-            logger.error("incident %s could not be removed: %s", self.path, error)
+            logger.error("incident %s could not be removed: %s", self.folder.path, error)
 
     def report(self, process: TrackedProcess) -> ProcessReport:
         """Return the report on a process, to which evidence may be added."""
@@ -466,7 +456,6 @@ class IncidentRun:
     ) -> list[str]:
         """Take in that a process goes on without a thread that raised, and its record; return the thread's frames."""
         report, frames = self.report(process), list[str]()
-        message, thread = (text[:_MAX_MESSAGE].encode(errors="backslashreplace").decode() for text in (message, thread))
         if record is not None:
             frames = process_evidence.adopt_record(record, report, self.folder, "thread_exception")
         self.recall_dead_thread(process, seconds, thread, message, frames)
@@ -476,6 +465,7 @@ class IncidentRun:
         self, process: TrackedProcess, seconds: float, thread: str, message: str, frames: Sequence[str]
     ) -> None:
         """Take in that a process has gone on without a thread, whose record an earlier incident may have."""
+        message, thread = (text[:_MAX_MESSAGE].encode(errors="backslashreplace").decode() for text in (message, thread))
         its = {"thread": thread, "message": message, "frames": frames[:_MAX_THREAD_FRAMES]}
         self.note(seconds, "thread_died", pid=process.pid, title=process.title, **its)
         if not self.finished:

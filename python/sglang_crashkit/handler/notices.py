@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.capture.tools import BackgroundTool, ToolRun
+from sglang_crashkit.capture.tools import BackgroundTool
 from sglang_crashkit.handler import on_incident
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.store import is_finished, parse_name
@@ -196,7 +196,8 @@ class Commands:
             if run is None:
                 self._running.append((folder, tool))
             elif run.reason:
-                logger.error("%s for incident %s: %s", on_incident.COMMAND, folder, _words_of(run))
+                words = "; ".join([run.reason, *run.errors.strip().splitlines()[-1:]])
+                logger.error("%s for incident %s: %s", on_incident.COMMAND, folder, words)
         while self._waiting and len(self._running) < MAX_AT_ONCE:
             folder = self._waiting[0]
             argv = [sys.executable, "-m", "sglang_crashkit.handler.on_incident", str(folder)]
@@ -219,7 +220,3 @@ class Commands:
                 is_recent = 0 <= time.time() - name.seconds < _RECENT_SECS
                 if is_recent and is_finished(path.name) and not (path / on_incident.OUTCOME).exists():
                     self.begin(path)
-
-
-def _words_of(run: ToolRun) -> str:
-    return "; ".join([run.reason, *run.errors.strip().splitlines()[-1:]])

@@ -418,7 +418,7 @@ class Session:
     def _open(self, kind: str, trigger: str, subject: Subject) -> None:
         """Begin an incident. It is gathered, too, where it cannot be written anywhere."""
         self.shortages.look()
-        folder = self._place.make_folder(kind, subject.seconds, self._settings.disk)
+        folder = self._place.make_folder(kind, subject.seconds, self._settings.disk, self._tree.root.pid)
         its = Trigger(trigger, iso_time(subject.seconds), subject.process.pid, subject.process.title)
         more = (self._place.runtime, self._settings, self._collectors, self.note_error)
         self.run = run = IncidentRun(kind, its, self._tree, folder, *more)
@@ -494,11 +494,11 @@ class Session:
         # That of a server which goes on says nothing of its end.
         made = run.conclusion
         status = made.status if made is not None and not self._is_observed else None
-        path = None if run.problem else str(run.path)
+        path = None if run.folder.problem else str(run.folder.path)
         ends = policy.decide(self.triage.shutdown.mode, Event.DIED).ends and not self._settings.keeps_exit_status
         lines = (made.ending_lines if ends and status is not None else made.lines) if made is not None else []
         self._mailbox.acknowledge(
-            message, ack="finished", path=path, problem=run.problem or None, exit_status=status, lines=lines
+            message, ack="finished", path=path, problem=run.folder.problem or None, exit_status=status, lines=lines
         )
 
     def _write(self, run: IncidentRun) -> None:
@@ -509,13 +509,13 @@ class Session:
         try:
             run.finish()
         except (OSError, CrashkitError) as error:
-            logger.error("incident %s could not be finished: %s", run.path, error)
+            logger.error("incident %s could not be finished: %s", run.folder.path, error)
             run.finished = True
             self.received.release(is_written=False)
         else:
             self.received.release(is_written=True)
-            if not run.problem:
-                self.commands.begin(run.path)
+            if not run.folder.problem:
+                self.commands.begin(run.folder.path)
 
     def _discard(self) -> None:
         logger.info("it was no incident")

@@ -212,8 +212,7 @@ class Triage:
 
     def _open_for_exit(self, seen: Seen, now: float) -> None:
         hard = seen.status.signal in FATAL_SIGNALS
-        # The HTTP server starts a tokenizer worker anew.
-        event = policy.death(orderly=False, draining=False, replaced=seen.role == _WORKER)
+        event = _event_of(seen, Event.DIED)
         stage = self._open("killed" if hard else "exited", "process_exited", seen, now)
         self._apply(stage, event)
         stage.exits.append(seen)
@@ -237,7 +236,8 @@ class Triage:
         if seen.pid == self._root_pid or shutdown.ended_well:
             # What outlives the main process, the kernel ends.
             return is_orderly(status) or (shutdown.ended_well and status.signal == "SIGKILL")
-        event = policy.death(orderly=is_orderly(status), draining=shutdown.draining)
+        # A manager of services or jobs asks all processes of a server to end, not the main one alone.
+        event = Event.LEFT if is_orderly(status) and shutdown.draining else Event.DIED
         shutdown.has_left = shutdown.has_left or (event is Event.LEFT and status.code != 0)
         return not policy.decide(shutdown.mode, event).records
 
@@ -261,12 +261,11 @@ class Triage:
         stage = self.stage or self._open("exception", "exception", seen, now)
         if not self.is_ending and not seen.caught:
             stage.soft_until = None
-        is_replaced = seen.role == _WORKER
-        event = Event.CAUGHT if seen.caught else Event.WORKER_DIED if is_replaced else Event.RAISED
+        event = Event.CAUGHT if seen.caught else _event_of(seen, Event.RAISED)
         self._apply(stage, event)
         self._add("add_exception")
         # Its dump, which follows, belongs to it.
-        stage.may_end = stage.may_end or is_replaced
+        stage.may_end = stage.may_end or seen.role == _WORKER
         if stage.captured_at is None and not stage.finished:
             if not policy.decide(self.shutdown.mode, event).sends_sigquit:
                 stage.observed = True
@@ -299,9 +298,9 @@ class Triage:
             return
         if self.stage is None and self.shutdown.draining and seen.silent:
             stage = self._open_at_end("crash_dump", seen, now)
-            self._apply(stage, _dump_event(seen))
+            self._apply(stage, _event_of(seen, Event.DUMPED))
         else:
-            stage = self._join("child_failure", "crash_dump", seen, now, _dump_event(seen))
+            stage = self._join("child_failure", "crash_dump", seen, now, _event_of(seen, Event.DUMPED))
         stage.dump_begun, stage.observed = True, False
         stage.dumping.add(seen.pid)
         stage.sigquit_secs = stage.answer_by = stage.soft_until = stage.observed_until = None
@@ -313,7 +312,7 @@ class Triage:
             return
         if self.stage is None or seen.pid not in self.stage.dumping:
             self._make_room()
-        stage = self._join("child_failure", "crash_dump", seen, now, _dump_event(seen))
+        stage = self._join("child_failure", "crash_dump", seen, now, _event_of(seen, Event.DUMPED))
         self._add("add_requests")
         stage.dumping.discard(seen.pid)
         if stage.dumping:
@@ -566,6 +565,6 @@ class Triage:
         self._add("discard")
 
 
-def _dump_event(seen: Seen) -> Event:
-    """Return which event it is that a process saves its requests: the HTTP server starts a tokenizer worker anew."""
-    return Event.WORKER_DIED if seen.role == _WORKER else Event.DUMPED
+def _event_of(seen: Seen, event: Event) -> Event:
+    """Return `event`, or that of a tokenizer worker, which the HTTP server starts anew."""
+    return Event.WORKER_DIED if seen.role == _WORKER else event

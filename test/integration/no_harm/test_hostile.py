@@ -34,7 +34,7 @@ from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.checked_json import seconds_of
-from sglang_crashkit.settings import socket_path
+from sglang_crashkit.settings import runtime_folder, socket_of
 from unit.support.server_driver import piece_of
 from unit.support.targets import make_tool, state_of, traced
 from unit.support.waiting import child, wait_until
@@ -126,8 +126,7 @@ def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
 
 def flood(server: Server, temporary: Path) -> None:
     """Send the crash handler what is no event of the server: as its user, and, where that can be, as another one."""
-    start = procfs.read_stat(server.pid)
-    path = str(temporary / socket_path(server.pid, start.start_ticks).relative_to(socket_path(0, 0).parents[3]))
+    path = str(temporary / socket_of(server.pid).relative_to(runtime_folder(0, 0).parents[2]))
     teardown = json.dumps({"event": "teardown", "pid": server.pid}).encode()
     rubbish = [b"", b"\x80rubbish" * 1000, b"[" * 50_000, json.dumps({"event": "exception"}).encode()]
     for words, user in ((rubbish, os.geteuid()), ([teardown], NOBODY)):

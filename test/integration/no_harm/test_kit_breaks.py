@@ -25,7 +25,7 @@ from integration.scenario import (
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.settings import socket_path
+from sglang_crashkit.settings import runtime_folder, socket_of
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -78,8 +78,7 @@ def test_without_its_socket_it_serves_and_the_handler_ends_it(
 ) -> None:
     with serving(RELEASE, tmp_path / "crash", env=env) as server:
         before = answers_of(server)
-        stat = procfs.read_stat(server.pid)
-        name = socket_path(server.pid, stat.start_ticks).relative_to(socket_path(0, 0).parents[3])
+        name = socket_of(server.pid).relative_to(runtime_folder(0, 0).parents[2])
         (temporary / name).unlink()
         assert answers_of(server) == before
         left = wreck(server, tmp_path / "crash", send(SCHEDULER), requests=1)

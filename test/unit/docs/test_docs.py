@@ -10,6 +10,7 @@ import pytest
 
 import sglang_crashkit
 from lanelib import figures
+from sglang_crashkit import settings
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.view.verdict import page_of_classes
 
@@ -50,7 +51,7 @@ def test_the_readme_shows_an_incident_as_it_is_shown() -> None:
 
 def test_every_variable_of_the_kit_is_documented_and_no_other() -> None:
     read = {name for path in KIT.rglob("*.py") for name in _VARIABLE.findall(path.read_text())}
-    assert set(_VARIABLE.findall(CONFIGURATION)) == read
+    assert set(_VARIABLE.findall(CONFIGURATION)) == read == settings.VARIABLES.keys() | settings.OWN_VARIABLES
 
 
 def test_the_design_lists_every_package() -> None:

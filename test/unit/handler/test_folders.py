@@ -214,26 +214,16 @@ def may_be_cleaned(folder: Path) -> bool:
     return True
 
 
-def test_no_cleaner_goes_into_a_working_handlers_folder(runtime: Path) -> None:
-    locks = keep(runtime)
-    assert [may_be_cleaned(folder) for folder in (runtime, runtime.parent, runtime.parent.parent)] == [False] * 3
-    assert may_be_cleaned(runtime.parent.parent.parent)
-    for lock in locks:
-        lock.release()
-    assert [may_be_cleaned(folder) for folder in (runtime, runtime.parent, runtime.parent.parent)] == [True] * 3
-
-
-def test_servers_share_the_folders_above(runtime: Path) -> None:
+def test_no_cleaner_goes_into_a_working_handlers_folder_nor_those_above(runtime: Path) -> None:
     other = runtime.with_name("4-5-6")
     other.mkdir()
+    folders_of_the_kit = (runtime, other, runtime.parent, runtime.parent.parent)
     one, another = keep(runtime), keep(other)
-    for lock in one:
-        lock.release()
-    assert may_be_cleaned(runtime)
-    assert not may_be_cleaned(runtime.parent)
-    assert not may_be_cleaned(other)
-    for lock in another:
-        lock.release()
+    assert may_be_cleaned(runtime.parent.parent.parent)
+    for locks, left in (([], [False] * 4), (one, [True, False, False, False]), (another, [True] * 4)):
+        for lock in locks:
+            lock.release()
+        assert [may_be_cleaned(folder) for folder in folders_of_the_kit] == left
 
 
 DEAD = f"4194305-1-{own_namespace()}"

@@ -154,7 +154,7 @@ class World(Beating):
 
     @property
     def withdrawn(self) -> list[IncidentRun]:
-        return [run for run in self.hangs if not run.path.exists()]
+        return [run for run in self.hangs if not run.folder.path.exists()]
 
     def captures(self, run: IncidentRun) -> int:
         return sum(one is run for one in self.captured)
@@ -196,17 +196,6 @@ def asked_to_end(hang_secs: float = 60.0, silent_secs: float = 5.5) -> World:
     return world
 
 
-def test_what_is_silent_at_sigterm_is_a_hang() -> None:
-    world = asked_to_end()
-    (run,) = world.hangs
-    assert (silent_in(run), run.incident.trigger.event) == ([10, 11], "silent_at_sigterm")
-    world.pass_time(2.1)
-    assert (world.captures(world.hangs[0]), world.hangs[0].finished) == (3, True)
-    # It is the same one after the usual time.
-    world.pass_time(100)
-    assert len(world.hangs) == 1
-
-
 @pytest.mark.parametrize("is_current", [True, False])
 def test_where_they_go_on_there_was_none(is_current: bool) -> None:
     world = asked_to_end()
@@ -219,7 +208,9 @@ def test_where_they_go_on_there_was_none(is_current: bool) -> None:
 
 @pytest.mark.parametrize("silent_secs", [0.0, 1.0, 2.9])
 @pytest.mark.parametrize("number", [1, 100])
-def test_a_rank_that_falls_silent_around_sigterm_is_whole_in_time(silent_secs: float, number: int) -> None:
+def test_a_rank_that_falls_silent_around_sigterm_is_a_hang_that_is_whole_in_time(
+    silent_secs: float, number: int
+) -> None:
     world = World(60.0).follow()
     world.batch(number=number)
     world.pass_time(silent_secs)
@@ -227,9 +218,13 @@ def test_a_rank_that_falls_silent_around_sigterm_is_whole_in_time(silent_secs: f
     world.pass_time(3.0 - silent_secs - 0.1)
     assert world.hangs == []
     world.pass_time(0.7)
-    assert [silent_in(run) for run in world.hangs] == [[10, 11]]
+    (run,) = world.hangs
+    assert (silent_in(run), run.incident.trigger.event) == ([10, 11], "silent_at_sigterm")
     world.pass_time(2.1)
-    assert world.hangs[0].finished
+    assert (world.captures(run), run.finished) == (3, True)
+    # It is the same one after the usual time.
+    world.pass_time(100)
+    assert world.hangs == [run]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +285,7 @@ def test_a_silent_server_is_one_hang_with_three_snapshots(world: World) -> None:
     assert len(world.hangs) == 1
     assert world.captures(run) == 3
     assert run.incident.trigger.event == "no_progress"
-    assert world.said == [*run.conclusion.lines, f"{run.incident.verdict.text} Incident: {run.path}"]
+    assert world.said == [*run.conclusion.lines, f"{run.incident.verdict.text} Incident: {run.folder.path}"]
     assert len(world.said) <= 6
 
 
@@ -311,7 +306,7 @@ def test_progress_is_noted_when_all_go_on(world: World) -> None:
     assert 24 < hung_secs < 28
     # It stays an incident, and tells of the progress.
     assert (world.session.hang, world.withdrawn) == (None, [])
-    assert "Progress returned after " in (first.path / "summary.md").read_text()
+    assert "Progress returned after " in (first.folder.path / "summary.md").read_text()
     world.pass_time(20)
     assert [progress(run) for run in world.hangs] == [progress(first), []]
     assert silent_in(world.hangs[1]) == [10, 11]
@@ -349,15 +344,6 @@ def test_a_hang_whose_schedulers_all_died_is_over(world: World) -> None:
     assert world.session.hang is None
     assert progress(world.hangs[0]) == []
     assert world.watch.act_on_time() == float("inf")
-
-
-def test_an_incident_that_cannot_begin_is_tried_again(world: World) -> None:
-    world.crash()
-    world.pass_time(30)
-    assert world.hangs == []
-    world.session.finish_observed()
-    world.pass_time(11)
-    assert len(world.hangs) == 1
 
 
 # -- what is no hang
@@ -520,8 +506,7 @@ def compile_something(world: World) -> None:
     world.doing = {10: WAITS, 11: COMPILES}
 
 
-def test_what_is_busy_for_too_long_is_another_incident() -> None:
-    world = World(5.0).follow()
+def test_what_is_busy_for_too_long_is_another_incident(world: World) -> None:
     compile_something(world)
     world.pass_time(15)
     (run,) = world.hangs
@@ -549,8 +534,7 @@ def go_on_in(world: World, snapshot: int) -> None:
 
 
 @pytest.mark.parametrize("snapshot", [2, 3])
-def test_what_compiled_until_a_snapshot_was_taken_is_withdrawn(snapshot: int) -> None:
-    world = World(5.0).follow()
+def test_what_compiled_until_a_snapshot_was_taken_is_withdrawn(world: World, snapshot: int) -> None:
     compile_something(world)
     go_on_in(world, snapshot)
     world.pass_time(4.9 + 2 * snapshot)
@@ -562,8 +546,7 @@ def test_what_compiled_until_a_snapshot_was_taken_is_withdrawn(snapshot: int) ->
     assert all(len(report.samples) == snapshot - 1 for report in run.incident.processes if report.is_rank)
 
 
-def test_one_that_goes_on_for_a_moment_amid_the_last_snapshot_hangs() -> None:
-    world = World(5.0).follow()
+def test_one_that_goes_on_for_a_moment_amid_the_last_snapshot_hangs(world: World) -> None:
     compile_something(world)
     go_on_in(world, 3)
     world.pass_time(20)
@@ -607,10 +590,6 @@ def served() -> World:
     world = World().follow()
     world.add(20, "sglang::detokenizer")
     return world
-
-
-def beat_on(world: World) -> Callable[[], None]:
-    return lambda: world.beat(10, 11)
 
 
 # -- those of them that beat
@@ -759,6 +738,11 @@ STORIES: dict[str, tuple[str, Story, list[list[int]]]] = {
     "what was noticed before it is asked to end is not another one": (
         "world",
         [7, do("ask_to_end"), 4],
+        [[10, 11]],
+    ),
+    "an incident that cannot begin is tried again": (
+        "world",
+        [do("crash"), 30, no_hang, lambda world: world.session.finish_observed(), 11],
         [[10, 11]],
     ),
     "one sign is no progress": ("world", [7, do("beat"), 7], [[10, 11]]),

@@ -92,25 +92,25 @@ def test_a_long_collection_is_noted_once() -> None:
     assert ranks.noted == []
 
 
-def slow_down(ranks: Ranks, pid: int, secs: float, *, number: int = 100, others: int = 40, usual: float = 0.03) -> None:
+def slow_down(ranks: Ranks, secs: float, *, number: int = 100, others: int = 40, usual: float = 0.03) -> None:
     """Have a rank stand still in a step, and let it go on."""
-    ranks.beat(pid)
+    ranks.beat(10)
     ranks.pass_time(secs)
-    ranks.steps[pid] = [step(one, usual) for one in range(number - others, number)] + [step(number, secs)]
-    ranks.beat(pid)
-    ranks.pass_time(2 * LOOK_SECS, pid)
+    ranks.steps[10] = [step(one, usual) for one in range(number - others, number)] + [step(number, secs)]
+    ranks.beat(10)
+    ranks.pass_time(2 * LOOK_SECS, 10)
 
 
 def test_a_slow_step_is_told_with_the_median_of_its_mode() -> None:
     ranks = Ranks()
     ranks.pass_time(10.0, 10)
-    slow_down(ranks, 10, 7.0)
+    slow_down(ranks, 7.0)
     (line,) = ranks.said
     assert line.startswith("sglang::scheduler_TP0 (pid 10) was in step 100 (decode, 3 requests) for 7.0 s, 233 times ")
     (noted,) = ranks.noted
     assert (noted["event"], noted["step"], noted["mode"], noted["median"]) == (SLOW_STEP, 100, "decode", 0.03)
     # The same step is still on record at the next one.
-    slow_down(ranks, 10, 8.0, number=101)
+    slow_down(ranks, 8.0, number=101)
     assert [one["step"] for one in ranks.noted] == [100, 101]
     # One line a minute.
     assert len(ranks.said) == 1
@@ -127,7 +127,7 @@ def test_a_slow_step_is_told_with_the_median_of_its_mode() -> None:
 def test_a_step_that_is_not_slow_is_not_told(secs: float, others: int, usual: float) -> None:
     ranks = Ranks()
     ranks.pass_time(10.0, 10)
-    slow_down(ranks, 10, secs, others=others, usual=usual)
+    slow_down(ranks, secs, others=others, usual=usual)
     assert (ranks.said, ranks.noted) == ([], [])
 
 

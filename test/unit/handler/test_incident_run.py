@@ -10,10 +10,8 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,6 +36,7 @@ from sglang_crashkit.model.incident import (
 from sglang_crashkit.policy import Capture
 from sglang_crashkit.settings import MB, DiskLimits, Settings
 from unit.support.killing import run_and_kill
+from unit.support.launching import STARTS
 from unit.support.server_driver import Server
 from unit.support.tracked import begin_incident
 from unit.support.waiting import LONG, child, wait_until
@@ -157,39 +156,16 @@ def test_what_was_left_in_the_fallback_is_finished_later(start_server: Callable[
     assert (finished.document["requests"]["journal"], finished.document["requests"]["reason"]) == (None, REASON)
 
 
-FORKS = """
-import ctypes, os, signal
-for number in range(3):
-    if os.fork() == 0:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        setproctitle.setproctitle(f"sglang::scheduler_TP{number}")
-        signal.pause()
-ready(); pause()
-"""
+THREE_RANKS = STARTS + "[start_titled(f'sglang::scheduler_TP{number}') for number in range(3)]; ready(); pause()"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tree() -> Iterator[ProcessTree]:
-    with child(FORKS, title="sglang::server") as process:
+    with child(THREE_RANKS, title="sglang::server") as process:
         tree = ProcessTree(process.pid)
-
-        def schedulers() -> bool:
-            tree.refresh()
-            for process in tree:
-                tree.register(process.pid, 0)
-            return sum(its.role == "scheduler" for its in tree) == 3
-
-        wait_until(schedulers, "three ranks have their titles")
+        for rank in tree.refresh():
+            tree.register(rank.pid, 0)
         yield tree
-
-
-@contextmanager
-def one_that_died(tree: ProcessTree) -> Iterator[Any]:
-    """Have the tree's rank TP1 look as if it had just been killed."""
-    (rank,) = (process for process in tree if process.title == "sglang::scheduler_TP1")
-    rank.exited_at = time.time()
-    yield rank
-    rank.exited_at = None
 
 
 @pytest.mark.wide
@@ -199,16 +175,18 @@ def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: Proce
     settings = replace(Settings.from_environ({}), disk=limits, capture_secs=LONG)
     collectors = collectors_of(Received(tree, settings), Driver(is_on=False))
     made = []
+    (rank,) = (process for process in tree if process.title == "sglang::scheduler_TP1")
     for _ in range(100):
-        with one_that_died(tree) as rank:
-            folder = IncidentFolder(tmp_path, "killed", new_id(), time.time(), limits, server=tree.root.pid)
-            trigger = Trigger("process_exited", iso_time(time.time()), rank.pid, rank.title)
-            run = IncidentRun("killed", trigger, tree, folder, tmp_path, settings, collectors)
-            run.take(Moment.CAPTURE)
-            run.add_exit(rank)
-            made.append(run.finish())
-            assert made[-1].is_dir()
-            assert size_of(tmp_path) <= max_use
+        # As if it had just been killed.
+        rank.exited_at = time.time()
+        folder = IncidentFolder(tmp_path, "killed", new_id(), time.time(), limits, server=tree.root.pid)
+        trigger = Trigger("process_exited", iso_time(time.time()), rank.pid, rank.title)
+        run = IncidentRun("killed", trigger, tree, folder, tmp_path, settings, collectors)
+        run.take(Moment.CAPTURE)
+        run.add_exit(rank)
+        made.append(run.finish())
+        assert made[-1].is_dir()
+        assert size_of(tmp_path) <= max_use
     assert len(set(made)) == 100
     found = find_incidents(tmp_path)
     assert {each.path for each in found} == {path for path in made if path.is_dir()}

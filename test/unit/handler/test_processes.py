@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -18,88 +17,38 @@ from sglang_crashkit.handler import processes
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel import cgroup, procfs
 from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
-from unit.support.launching import Case, handling, watched
+from unit.support.launching import STARTS, Case, handling, watched
 from unit.support.locked_memory import locked_process
 from unit.support.targets import INSTALL
 from unit.support.waiting import LONG, child, wait_until
 
-SERVER = """
-import subprocess
-children = {}
-ready()
-for line in sys.stdin:
-    verb, _, argument = line.strip().partition(" ")
-    if verb == "start":
-        process = subprocess.Popen([sys.executable, "-c", argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        children[process.pid] = process
-        process.stdout.readline()
-        ready(process.pid)
-    if verb == "end":
-        children[int(argument)].stdin.close()
-        os.waitid(os.P_PID, int(argument), os.WEXITED | os.WNOWAIT)
-        ready()
-    if verb == "reap":
-        children[int(argument)].wait()
-        ready()
-for process in children.values():
-    process.kill()
-    process.wait()
+#: A program that only uses an engine, and runs a whole server as a subprocess.
+USES = (
+    STARTS
+    + """
+code = "import ctypes, os, setproctitle; os.fork() or "
+ready(start(code + "(ctypes.CDLL(None).prctl(1, 9), setproctitle.setproctitle('sglang::scheduler_TP0'))"))
+pause()
 """
-SLEEPER = "import sys; print(flush=True); sys.stdin.read()"
+)
 
 
-class Server:
-    """A process that starts children, lets them end and reaps them when it is told to."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.pid = process.pid
-        self._process = process
-
-    def ask(self, command: str) -> str:
-        self._process.stdin.write(command.encode() + b"\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline().decode().strip()
-
-    def start(self, code: str = SLEEPER) -> int:
-        return int(self.ask(f"start {code}"))
-
-
-def end(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with child(SERVER) as process:
-        yield Server(process)
-        process.stdin.close()
-        process.stdin = None
-        process.wait(LONG)
-
-
-def test_another_server_that_a_process_started_is_not_this_servers(server: Server) -> None:
-    # A program that only uses an engine, and runs a whole server as a subprocess.
-    code = "import os, setproctitle, signal, sys; pid = os.fork(); "
-    code += "pid or setproctitle.setproctitle('sglang::scheduler_TP0'); pid and print(flush=True); sys.stdin.read()"
-    tree = ProcessTree(server.pid)
-    other = server.start(code)
-    wait_until(lambda: tree.refresh() == [] and other not in {p.pid for p in tree}, "it is known for a server")
-    rank = next(pid for pid in procfs.TreeScanner(other).scan() - {other})
-    assert {process.pid for process in tree} == {server.pid}
-    found = tree.get(rank)
-    assert (found.role, found.matters, tree.started_by_own(found)) == ("helper", False, False)
-    end(rank)
+def test_another_server_that_a_process_started_is_not_this_servers() -> None:
+    with child(USES) as process:
+        tree, other = ProcessTree(process.pid), int(process.first_line)
+        wait_until(lambda: tree.refresh() == [] and other not in {p.pid for p in tree}, "it is known for a server")
+        rank = next(pid for pid in procfs.TreeScanner(other).scan() - {other})
+        assert {process.pid for process in tree} == {process.pid}
+        found = tree.get(rank)
+        assert (found.role, found.matters, tree.started_by_own(found)) == ("helper", False, False)
 
 
 @pytest.mark.parametrize("start_ticks", [1, 4711])
-def test_nobody_is_registered_by_the_pid_of_an_earlier_process(server: Server, start_ticks: int) -> None:
-    tree = ProcessTree(server.pid)
-    pid = server.start()
-    (tracked,) = tree.refresh()
-    tree.register(pid, start_ticks)
+def test_nobody_is_registered_by_the_pid_of_an_earlier_process(launching: Case, start_ticks: int) -> None:
+    tree = launching.handler.tree
+    tree.register(launching.starting, start_ticks)
     tree.register(4194305, 0)
-    assert not tracked.matters
+    assert not tree.get(launching.starting).matters
 
 
 @pytest.fixture
@@ -113,11 +62,10 @@ def oom_kills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_an_oom_kill_of_long_ago_is_not_counted(
-    server: Server, oom_kills: Path, monkeypatch: pytest.MonkeyPatch
+    oom_kills: Path, launching: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = ProcessTree(server.pid)
-    # Nobody reaps it, so that it is dying all the time.
-    server.ask(f"end {server.start()}")
+    tree = launching.handler.tree
+    launching.end(launching.starting)
     counter = tree.root.oom_counter
     assert counter is not None
     oom_kills.write_text("oom_kill 4\n")
@@ -130,16 +78,15 @@ def test_an_oom_kill_of_long_ago_is_not_counted(
     assert tree.root.oom_counter.grown_by() == 0
 
 
-def test_the_oom_kill_of_a_neighbour_in_the_container_is_no_processs_own(server: Server, oom_kills: Path) -> None:
-    tree, pid = ProcessTree(server.pid), server.start()
-    tree.refresh()
+def test_the_oom_kill_of_a_neighbour_in_the_container_is_no_processs_own(oom_kills: Path, launching: Case) -> None:
+    tree, pid = launching.handler.tree, launching.starting
     oom_kills.write_text("oom_kill 4\n")
     tree.refresh()
-    counters = [tree.get(one).oom_counter for one in (server.pid, pid)]
+    counters = [tree.get(one).oom_counter for one in (tree.root.pid, pid)]
     assert [counter.grown_by() for counter in counters] == [0, 0]
     # The next one is that of the process that dies then.
     oom_kills.write_text("oom_kill 5\n")
-    server.ask(f"end {pid}")
+    launching.end(pid)
     tree.refresh()
     assert tree.get(pid).oom_counter.grown_by() == 1
 
@@ -231,15 +178,11 @@ def test_a_process_that_cannot_be_read_holds_nothing_up(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
-    with watched(tmp_path, short_folder) as case:
-        case.handler.look()
-        os.kill(case.starting, signal.SIGKILL)
-        found = {one.pid: one for one in case.handler.tree}
-        assert (found[case.titled].title, found[case.starting].role) == ("sglang::scheduler_TP0", "starting")
-        wait_until(found[case.starting].handle.has_exited, "the rank is dead")
-        case.handler.session.collect_exits()
-        yield case
+def case(launching: Case) -> Case:
+    titled, starting = map(launching.handler.tree.get, (launching.titled, launching.starting))
+    assert (titled.title, starting.role) == ("sglang::scheduler_TP0", "starting")
+    launching.kill(launching.starting)
+    return launching
 
 
 @pytest.fixture(params=["seen", "not seen", "seen before it was executed"])
@@ -249,15 +192,15 @@ def early_case(request: pytest.FixtureRequest, tmp_path: Path, short_folder: Pat
     Or it had not replaced the launcher's program by its own then.
     """
     with watched(tmp_path, short_folder) as case:
+        tree = case.handler.tree
         if request.param == "seen before it was executed":
             case.handler.look()
-            found = {one.pid: one for one in case.handler.tree}
-            found[case.starting].title = case.handler.tree.root.title
+            tree.get(case.starting).title = tree.root.title
         os.kill(case.starting, signal.SIGKILL)
         wait_until(lambda: not procfs.read_cmdline(case.starting), "the rank is dead")
         if request.param != "not seen":
             case.handler.look()
-            wait_until({one.pid: one for one in case.handler.tree}[case.starting].handle.has_exited, "it has ended")
+            wait_until(tree.get(case.starting).handle.has_exited, "it has ended")
             case.handler.session.collect_exits()
         yield case
 
@@ -301,14 +244,11 @@ def test_a_rank_reaped_unseen_is_told_by_the_server(launching: Case, is_begun: b
     assert f"Rank 1 scheduler (pid {REAPED}) was killed by SIGKILL" in verdict.text
 
 
-def kill_as(case: Case, title: str, **facts: Any) -> None:
+def kill_as(case: Case, title: str) -> None:
     """Kill the rank that starts, known by another title by then."""
     starting = case.handler.tree.get(case.starting)
     starting.title = title
-    for name, value in facts.items():
-        setattr(starting, name, value)
-    os.kill(case.starting, signal.SIGKILL)
-    wait_until(starting.handle.has_exited, "the child is dead")
+    case.end(case.starting)
     case.handler.session.take_exit(starting)
 
 
@@ -374,17 +314,7 @@ def test_a_title_is_cut_and_can_be_written(case: Case) -> None:
 
 
 #: A main process with a rank that the kernel ends with it; it leaves with status 0 when it is told to.
-LEAVES = """
-import ctypes, subprocess
-die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-title = "import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP0')"
-code = f"{title}; import signal; print(flush=True); signal.pause()"
-rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, preexec_fn=die_with_parent)
-rank.stdout.readline()
-ready(rank.pid)
-sys.stdin.readline()
-os._exit(0)
-"""
+LEAVES = STARTS + "ready(start_titled('sglang::scheduler_TP0')); sys.stdin.readline(); os._exit(0)"
 
 
 def test_a_server_reaped_meanwhile_has_ended_before_its_rank(
@@ -409,23 +339,8 @@ def test_a_server_reaped_meanwhile_has_ended_before_its_rank(
         assert not list(tmp_path.rglob("incident.json"))
 
 
-#: A main process with stack hooks, with two ranks that die with it, and that it never reaps.
-ARMED_SERVER = (
-    INSTALL
-    + """
-import ctypes, subprocess
-die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-def start(rank):
-    code = f"import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP{rank}'); "
-    code += "import signal; print(flush=True); signal.pause()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, preexec_fn=die_with_parent)
-    process.stdout.readline()
-    return process
-ranks = [start(0), start(1)]
-ready(f"{ranks[0].pid} {ranks[1].pid}")
-pause()
-"""
-)
+#: A main process with stack hooks and two ranks.
+ARMED = INSTALL + STARTS + "ready(' '.join(str(start_titled(f'sglang::scheduler_TP{n}')) for n in '01')); pause()"
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -437,7 +352,7 @@ def test_a_parent_says_how_one_ended_that_is_closed(
     monkeypatch.setattr(processes, "ASK_SECS", LONG if answers else 0.3)
     monkeypatch.setattr(processes, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
     folder, title = str(short_folder), "sglang::server"
-    with handling(ARMED_SERVER, tmp_path, short_folder, folder, title=title) as (handler, process):
+    with handling(ARMED, tmp_path, short_folder, folder, title=title) as (handler, process):
         handler.look()
         ranks = [handler.tree.get(int(pid)) for pid in process.first_line.split()]
         if not answers:

@@ -19,6 +19,7 @@ from sglang_crashkit.incident.marker import MARKER
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.protocol import notify
 from unit.support.server_driver import HOST, Server, document_of, events_of, finished, piece_of, report_of
+from unit.support.targets import make_tool
 from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
@@ -162,23 +163,11 @@ def test_an_announced_teardown_leaves_nothing(start_server: Start) -> None:
 # -- the handler as a process
 
 
-def test_a_lost_crash_folder_loses_no_incident(start_server: Start) -> None:
-    server = start_server()
-    server.crash_folder.rename(server.crash_folder.with_name("elsewhere"))
-    server.crash_folder.write_text("not a folder")
-    server.kill("scheduler_TP1")
-    server.process.wait(LONG)
-    server.wait_for_handler()
-    assert server.incident(server.fallback).document is not None
-
-
 def test_a_rank_that_dies_in_its_capture_is_told(start_server: Start, tmp_path: Path) -> None:
     # GIVEN a py-spy that ends a rank; without the main process the others would end by themselves
-    tool = tmp_path / "py-spy"
     kill = 'grep -q "^sglang::scheduler" /proc/$5/cmdline && kill -9 $5'
-    tool.write_text(f"#!/bin/sh\n{kill}\nsleep 0.05; echo Error: no such process >&2; exit 1\n")
-    tool.chmod(0o755)
-    server = start_server(environ={"SGLANG_CRASHKIT_PYSPY": str(tool)})
+    tool = make_tool(tmp_path, f"{kill}\nsleep 0.05; echo Error: no such process >&2; exit 1")
+    server = start_server(environ={"SGLANG_CRASHKIT_PYSPY": tool})
     # WHEN a rank is killed, and py-spy takes the other one down with it
     server.kill("scheduler_TP1")
     # THEN that is said to have ended while its stacks were taken, and the first one is the cause

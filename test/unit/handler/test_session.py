@@ -32,7 +32,7 @@ def test_a_message_that_fails_does_not_end_the_handler(
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(launching.handler, "take", fail)
-    message = Message("teardown", {}, launching.titled, os.getuid(), None)
+    message = Message("teardown", {}, launching.titled, None)
     monkeypatch.setattr(launching.handler.mailbox, "receive", lambda **_: [message])
     launching.handler.take_messages()
     assert "message 'teardown'" in caplog.text
@@ -113,7 +113,7 @@ def test_what_follows_while_the_server_ends_changes_no_verdict(
 
 
 #: A main process that ends with status 7 when it hears of a death, and a rank.
-SERVING = LAUNCHER.replace("import ctypes", "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\nimport ctypes")
+SERVING = "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\n" + LAUNCHER
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_death_as_an_observed_incident_opens_ends_the_server(
                 wait_until(rank.handle.has_exited, "the rank is dead")
 
         monkeypatch.setattr(handler.tree, "refresh", look_and_kill)
-        handler.take(Message(event, fields, process.pid, os.getuid(), None), handler.tree.root)
+        handler.take(Message(event, fields, process.pid, None), handler.tree.root)
         found = {stored.document["kind"]: stored.document for stored in find_incidents(tmp_path) if stored.document}
         assert set(found) == {kind, "killed"}
         assert found["killed"]["verdict"]["first_failure"]["pid"] == rank.pid
@@ -174,7 +174,7 @@ def test_an_incident_is_of_the_kind_of_its_first_failure(tmp_path: Path, short_f
         controller, rank = map(handler.tree.get, map(int, process.first_line.split()))
         os.kill(controller.pid, signal.SIGKILL)
         wait_until(controller.handle.has_exited, "the controller has ended")
-        handler.take(Message(event, {}, process.pid, os.getuid(), None), handler.tree.root)
+        handler.take(Message(event, {}, process.pid, None), handler.tree.root)
         handler.session.finish()
         (stored,) = find_incidents(tmp_path)
         assert "-killed-" in stored.name

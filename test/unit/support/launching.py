@@ -19,19 +19,26 @@ from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
 from unit.support.waiting import child, wait_until
 
-#: A main process with two children: one that has its title, and one that has not got so far.
-LAUNCHER = """
+#: For a main process: starts a child that is ready when this returns its pid, ends with it and is never reaped.
+STARTS = """
 import ctypes, subprocess
 die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 def start(code):
-    command = [sys.executable, "-c", code + "; import sys; print(flush=True); sys.stdin.read()"]
-    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=die_with_parent)
+    command = [sys.executable, "-c", code + "; import signal; print(flush=True); signal.pause()"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=die_with_parent)
     started.stdout.readline()
     return started.pid
-titled = start("import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP0')")
-ready(f"{titled} {start('from multiprocessing.spawn import spawn_main')}")
+def start_titled(title):
+    return start(f"import setproctitle; setproctitle.setproctitle({title!r})")
+"""
+#: A main process with two children: one that has its title, and one that has not got so far.
+LAUNCHER = (
+    STARTS
+    + """
+ready(f"{start_titled('sglang::scheduler_TP0')} {start('from multiprocessing.spawn import spawn_main')}")
 pause()
 """
+)
 
 
 class Case:
@@ -46,7 +53,7 @@ class Case:
         """Let the server say that its launch failed, and return the titles in the incident by pid."""
         tree = self.handler.tree
         fields |= {"titles": titles, "message": "died"}
-        message = Message(event, fields, tree.root.pid, os.getuid(), None)
+        message = Message(event, fields, tree.root.pid, None)
         self.handler.take(message, tree.root)
         run = self.handler.session.run
         assert run.finished
@@ -55,13 +62,16 @@ class Case:
     def say(self, event: str, pid: int = 0, **fields: Any) -> None:
         """Let a process of the server say something, by default its main process."""
         pid = pid or self.handler.tree.root.pid
-        self.handler.take(Message(event, fields, pid, os.getuid(), None), self.handler.tree.get(pid))
+        self.handler.take(Message(event, fields, pid, None), self.handler.tree.get(pid))
+
+    def end(self, pid: int) -> None:
+        """Kill a rank, whose end the handler does not notice. Nobody reaps it, so that it is dying all the time."""
+        os.kill(pid, signal.SIGKILL)
+        wait_until(self.handler.tree.get(pid).handle.has_exited, "the rank is dead")
 
     def kill(self, pid: int) -> None:
         """Kill a rank, and have the handler take in its end."""
-        os.kill(pid, signal.SIGKILL)
-        rank = self.handler.tree.get(pid)
-        wait_until(rank.handle.has_exited, "the rank is dead")
+        self.end(pid)
         self.handler.session.collect_exits()
 
     def failures(self) -> list[int]:
@@ -71,7 +81,7 @@ class Case:
 
     def verdict(self) -> Any:
         run = self.handler.session.run
-        return judge(run.incident, run.path)
+        return judge(run.incident, run.folder.path)
 
 
 def launch(handler: CrashHandler, *own: int) -> None:

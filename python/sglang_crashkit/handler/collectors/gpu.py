@@ -428,7 +428,7 @@ class Cores(Awaited):
         if sizes[pid] > most:
             which = f"that of process {pid} takes more than {MAX_CORE} ({most / MB:g} MB)"
         else:
-            which = "" if self._run.problem else self._run.folder.make_room_beside(longest.request.folder, 0)
+            which = "" if self._run.folder.problem else self._run.folder.make_room_beside(longest.request.folder, 0)
         if which:
             logger.warning("GPU cores are cut short: %s", which)
             self._run.note(clock.now(), "cuda_cores_cut_short", reason=which, bytes=sizes)
@@ -507,7 +507,7 @@ class Cores(Awaited):
     def _keep(self, path: Path, report: ProcessReport, seconds: float | None = None) -> None:
         """Take in a core, and begin to read it, where cuda-gdb is installed and there is time."""
         os.chmod(path, 0o600)  # noqa: PTH101
-        relative = os.path.relpath(path, self._run.path)
+        relative = os.path.relpath(path, self._run.folder.path)
         report.evidence.append(Evidence("cuda_core", "captured", path=relative, seconds=seconds))
         began = time.monotonic()
 

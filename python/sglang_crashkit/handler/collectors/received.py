@@ -185,7 +185,7 @@ class RequestJournals(HeldMemory):
 
     def take(self, run: IncidentRun, deadline: float) -> None:
         """Put what the journals hold now into an incident; a full one of 32 MiB takes about a second."""
-        if not self.held or run.problem:
+        if not self.held or run.folder.problem:
             return
         # Before they are read: a process that ends meanwhile may have written more.
         dead, began = self.dead(), time.time() - (time.monotonic() - run.opened)
@@ -221,7 +221,7 @@ class StepRecords(HeldMemory):
             if held is not None or process.role == "scheduler":
                 piece = _guarded("steps", self._piece_of, process, held, run, deadline, steps)
                 run.report(process).evidence.append(piece)
-        run.incident.divergence = divergence_of(run.incident, steps, run.path, run.opened, read_at)
+        run.incident.divergence = divergence_of(run.incident, steps, run.folder.path, run.opened, read_at)
 
     def of(self, process: TrackedProcess) -> tuple[Step, ...]:
         """Return the last steps of a scheduler that are on record."""
@@ -320,7 +320,7 @@ class ProcessLogs(HeldMemory):
 
     def take(self, run: IncidentRun, deadline: float) -> None:
         """Put the logs of the server's own processes into an incident, whose requests are there; each takes 0.1 s."""
-        prompts = _prompts_in(run.path / REQUESTS)
+        prompts = _prompts_in(run.folder.path / REQUESTS)
         for process in run.tree:
             if process.matters:
                 piece = _guarded("log", self._piece_of, process, run, prompts, deadline)

@@ -108,7 +108,7 @@ def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
         pass_on(journals, worker(pid, exited_at=1.0))
         assert len(descriptors()) <= before + 3 + 4
     journals.take(run, math.inf)
-    assert {line["rid"] for line in lines(run.path)} == {"1", "56", "57", "58", "59"}
+    assert {line["rid"] for line in lines(run.folder.path)} == {"1", "56", "57", "58", "59"}
     assert run.incident.requests.journal.reason == "the journals of 46 processes that had ended before were dropped"
     for _ in range(20):
         pass_on(journals, living)
@@ -382,7 +382,7 @@ def test_each_engine_of_a_program_has_a_journal(tmp_path: Path) -> None:
         journals.follow(tree.root, engine.fd)
         engine.close()
     journals.take(run, math.inf)
-    assert sorted(line["rid"] for line in lines(run.path)) == ["of-2", "of-3", "of-4", "of-5"]
+    assert sorted(line["rid"] for line in lines(run.folder.path)) == ["of-2", "of-3", "of-4", "of-5"]
     journals.close()
     assert len(descriptors()) <= before
     run.discard()

@@ -23,7 +23,6 @@ import psutil
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.startup import StartupError
 from sglang_crashkit.srt.utils import common as hooks
@@ -279,8 +278,7 @@ def test_what_another_thread_raises_is_not_what_ends_the_program(
 def test_another_servers_handler_is_told_of_its_end(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
     with child("ready(); pause()") as server:
-        stat = procfs.read_stat(server.pid)
-        path = settings.socket_path(server.pid, stat.start_ticks)
+        path = settings.socket_of(server.pid)
         path.parent.mkdir(parents=True)
         with Listener(path, {}) as other:
             plain_kill(server.pid)
