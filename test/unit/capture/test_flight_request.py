@@ -159,7 +159,7 @@ def test_a_link_in_place_of_the_dump_is_not_followed(start: Start, tmp_path: Pat
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pipe_stem": "a", "dump_stem": "", "is_own": true}', "\x00"])
 def test_a_place_that_makes_no_sense_is_none(tmp_path: Path, text: str) -> None:
-    FlightPlace.file_of(tmp_path, 1, 2).write_text(text)
+    HookFiles.of(tmp_path, 1, 2).flight.write_text(text)
     assert FlightPlace.read(tmp_path, 1, 2) is None
 
 
