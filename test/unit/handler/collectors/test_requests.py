@@ -90,29 +90,33 @@ def worker(pid: int, exited_at: float | None = None) -> TrackedProcess:
     return tracked(pid, "sglang::tokenizer_worker", exited_at=exited_at)
 
 
-def pass_on(journals: RequestJournals, sender: TrackedProcess) -> None:
-    """Have a process pass on a journal, of a request that is called as the process is."""
+def pass_on(journals: RequestJournals, sender: TrackedProcess, number: int = 0) -> None:
+    """Have a process pass on a journal, of a request that is called as the process is, and its number."""
     writer = ring()
-    writer.begin({"rid": str(sender.pid)})
+    writer.begin({"rid": f"{sender.pid}-{number}"})
     journals.follow(sender, writer.fd)
     writer.close()
 
 
-def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
+def test_workers_and_engines_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
     tree, journals, living = ProcessTree(os.getpid()), RequestJournals(), worker(1)
     run = begin_incident(tree, tmp_path)
     before = len(descriptors())
-    for _ in range(3):
-        pass_on(journals, living)
+    for number in range(3):
+        pass_on(journals, living, number)
     for pid in range(10, 60):
         pass_on(journals, worker(pid, exited_at=1.0))
         assert len(descriptors()) <= before + 3 + 4
     journals.take(run, math.inf)
-    assert {line["rid"] for line in lines(run.path)} == {"1", "56", "57", "58", "59"}
+    own = [f"1-{number}" for number in range(3)]
+    assert sorted(line["rid"] for line in lines(run.path)) == [*own, "56-0", "57-0", "58-0", "59-0"]
     assert run.incident.requests.journal.reason == "the journals of 46 processes that had ended before were dropped"
-    for _ in range(20):
-        pass_on(journals, living)
+    for number in range(20):
+        pass_on(journals, living, number)
     assert len(descriptors()) <= before + 4 + 4
+    journals.take(run, math.inf)
+    own = [f"1-{number}" for number in range(16, 20)]
+    assert sorted(line["rid"] for line in lines(run.path)) == [*own, "56-0", "57-0", "58-0", "59-0"]
     journals.close()
     assert len(descriptors()) <= before
     run.discard()
@@ -370,20 +374,3 @@ def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path) -> None:
     assert told.reason is not None
     assert "is not a folder" in told.reason
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_each_engine_of_a_program_has_a_journal(tmp_path: Path) -> None:
-    tree, journals = ProcessTree(os.getpid()), RequestJournals()
-    run = begin_incident(tree, tmp_path)
-    before = len(descriptors())
-    for number in range(6):
-        engine = ring()
-        engine.begin({"rid": f"of-{number}"})
-        journals.follow(tree.root, engine.fd)
-        engine.close()
-    journals.take(run, math.inf)
-    assert sorted(line["rid"] for line in lines(run.path)) == ["of-2", "of-3", "of-4", "of-5"]
-    journals.close()
-    assert len(descriptors()) <= before
-    run.discard()
-    tree.close()
