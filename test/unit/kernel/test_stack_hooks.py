@@ -26,15 +26,7 @@ def test_what_was_written_is_read_for_the_same_process_only(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"signal": 9},
-        {"signal": signal.SIGTERM},
-        {"signal": "x"},
-        {"signal": 65},
-        {"signal": -1},
-        {"main_thread": None},
-        {"roots": 5},
-    ],
+    [*({"signal": number} for number in (9, signal.SIGTERM, 65, -1, "x")), {"main_thread": None}, {"roots": 5}],
     ids=str,
 )
 def test_rubbish_is_as_good_as_nothing(tmp_path: Path, change: dict[str, object]) -> None:

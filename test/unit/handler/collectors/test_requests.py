@@ -144,6 +144,11 @@ def ring() -> JournalWriter:
     return JournalWriter(2**20)
 
 
+@pytest.fixture
+def writer() -> JournalWriter:
+    return ring()
+
+
 def export(
     rings: Sequence[tuple[int, int]],
     folder: Path,
@@ -151,7 +156,7 @@ def export(
     charge: Callable[[int], None] = lambda _growth: None,
     seconds: float | None = None,
 ) -> JournaledRequests:
-    return export_requests(rings, folder, secs, charge, time.time() if seconds is None else seconds)
+    return export_requests(rings, folder, secs, charge, time.time() if seconds is None else seconds, {})
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -181,8 +186,7 @@ def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> 
     assert found[0]["arrived"].endswith("Z")
 
 
-def test_what_was_given_up_says_so(tmp_path: Path) -> None:
-    writer = ring()
+def test_what_was_given_up_says_so(tmp_path: Path, writer: JournalWriter) -> None:
     for rid in ("under way", "ended", "answered"):
         number = writer.begin({"rid": rid})
         if rid != "answered":
@@ -211,9 +215,9 @@ WITHHELD = CHECK | {"omitted": {"input_ids": "withheld by SGLANG_CRASHKIT_PROMPT
     ids=["", "pair", "filled", "embed", "no"],
 )
 def test_health_checks_are_left_out_and_told_apart(
-    tmp_path: Path, fields: dict[str, Any], ids: list[int] | None
+    tmp_path: Path, writer: JournalWriter, fields: dict[str, Any], ids: list[int] | None
 ) -> None:
-    writer, checks = ring(), dict[str, bool]()
+    checks = dict[str, bool]()
     writer.end(writer.begin(fields | {"rid": "HEALTH_CHECK_1763780000.5"}, None, ids), finished=True)
     writer.begin(fields | {"rid": "HEALTH_CHECK_0f3c"}, None, ids)
     writer.begin({"rid": "users", "log_metrics": False})
@@ -235,9 +239,9 @@ def test_health_checks_are_left_out_and_told_apart(
     ],
 )
 def test_a_client_hides_no_request_behind_a_name(
-    tmp_path: Path, fields: dict[str, Any], text: str | None, ids: list[int] | None
+    tmp_path: Path, writer: JournalWriter, fields: dict[str, Any], text: str | None, ids: list[int] | None
 ) -> None:
-    writer, checks = ring(), dict[str, bool]()
+    checks = dict[str, bool]()
     writer.begin(CHECK | {"rid": "HEALTH_CHECK_1"}, None, [0])
     writer.end(writer.begin(fields | {"rid": "HEALTH_CHECK_1"}, text, ids), finished=True)
     writer.end(writer.begin(fields | {"rid": "HEALTH_CHECK_2"}, text, ids), finished=True)
@@ -247,8 +251,7 @@ def test_a_client_hides_no_request_behind_a_name(
     assert checks == {"HEALTH_CHECK_1": False, "HEALTH_CHECK_2": False}
 
 
-def test_secrets_below_any_container_are_taken_out(tmp_path: Path) -> None:
-    writer = ring()
+def test_secrets_below_any_container_are_taken_out(tmp_path: Path, writer: JournalWriter) -> None:
     writer.begin(
         {
             "rid": "a",
@@ -272,8 +275,8 @@ def test_secrets_below_any_container_are_taken_out(tmp_path: Path) -> None:
         journal.END.pack(2, True, 1, math.inf),
     ],
 )
-def test_an_odd_record_costs_no_other_request(tmp_path: Path, odd: bytes) -> None:
-    writer, other = ring(), ring()
+def test_an_odd_record_costs_no_other_request(tmp_path: Path, writer: JournalWriter, odd: bytes) -> None:
+    other = ring()
     writer.end(writer.begin({"rid": "own"}), finished=True)
     # A beginning of a request of its own, or another end of that one.
     writer.append(odd)
@@ -302,8 +305,7 @@ def test_what_ended_long_before_the_incident_is_left_out(tmp_path: Path, monkeyp
         assert [line["rid"] for line in lines(tmp_path)] == ["under-way-7", "under-way-8", *kept]
 
 
-def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
-    writer = ring()
+def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path, writer: JournalWriter) -> None:
     for number in range(5):
         writer.begin({"rid": str(number)})
     told = export([(7, writer.fd)], tmp_path, -1)
@@ -311,8 +313,7 @@ def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
     assert told.reason == "5 requests could not be read, found no room, or not within -1 s"
 
 
-def test_without_room_those_in_flight_come_first(tmp_path: Path) -> None:
-    writer = ring()
+def test_without_room_those_in_flight_come_first(tmp_path: Path, writer: JournalWriter) -> None:
     for number in range(5):
         writer.end(writer.begin({"rid": f"done-{number}", "text": "x" * 1000}), finished=True)
     for number in range(3):
@@ -334,8 +335,7 @@ def test_without_room_those_in_flight_come_first(tmp_path: Path) -> None:
     assert len(asked) <= 10
 
 
-def test_a_deeply_nested_request_does_not_hide_the_others(tmp_path: Path) -> None:
-    writer = ring()
+def test_a_deeply_nested_request_does_not_hide_the_others(tmp_path: Path, writer: JournalWriter) -> None:
     deep: list[Any] = []
     for _ in range(900):
         deep = [deep]
@@ -353,8 +353,7 @@ def test_a_deeply_nested_request_does_not_hide_the_others(tmp_path: Path) -> Non
     assert (told.left_out, told.unfinished) == (2 - len(rids), len(rids))
 
 
-def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path) -> None:
-    writer = ring()
+def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path, writer: JournalWriter) -> None:
     writer.begin({"rid": "a"})
     off = ring()
     off.invalidate()
@@ -364,8 +363,7 @@ def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path) -> None:
     assert "the journal of process 8 is no ring" in told.reason
 
 
-def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path) -> None:
-    writer = ring()
+def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path, writer: JournalWriter) -> None:
     writer.begin({"rid": "a"})
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "requests").symlink_to(tmp_path / "elsewhere")
