@@ -244,47 +244,36 @@ def test_the_dump_of_the_survivor_is_kept_and_nothing_else(
     assert list((tmp_path / "crash" / HOST / "flight_recorder").glob("*")) == []
 
 
-def test_a_hang_names_the_rank_that_is_behind(start_recording: Start, record: Record) -> None:
+@pytest.mark.parametrize("kind", ["flight_recorder", "gloo_flight_recorder"])
+def test_a_hang_names_the_rank_that_is_behind(
+    start_recording: Start, record: Record, tmp_path: Path, kind: str
+) -> None:
     server = start_recording(SGLANG_CRASHKIT_HANG_SECS="2")
     for rank, content in ((0, WAITING), (1, BEHIND)):
-        record(server, rank, pickled(content))
-        assert server.ask(f"tell scheduler_TP{rank} beat") == "beating"
-    for rank in (0, 1):
-        assert server.ask(f"tell scheduler_TP{rank} hush") == "silent"
-    told = finished_of(server)
-    finding = told["collectives"]["findings"][0]
-    assert (finding["kind"], finding["level"]) == ("behind", "established")
-    assert finding["pids"] == [server.ranks["scheduler_TP1"]]
-    assert told["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
-    assert told["verdict"]["level"] == "supported"
-    assert "had not begun all_reduce of 4x3 of process group 0" in told["verdict"]["text"]
-    assert sorted(path.name for path in (told["folder"] / "gpu").iterdir()) == [
-        "flight_recorder_0",
-        "flight_recorder_1",
-    ]
-    assert server.process.poll() is None
-
-
-def test_without_nccl_gloo_names_the_rank_that_is_behind(start_recording: Start, tmp_path: Path) -> None:
-    server = start_recording(SGLANG_CRASHKIT_HANG_SECS="2")
-    for rank, content in ((0, WAITING), (1, BEHIND)):
-        record_gloo(server, tmp_path, rank, content)
+        if kind == "flight_recorder":
+            record(server, rank, pickled(content))
+            assert server.ask(f"tell scheduler_TP{rank} beat") == "beating"
+        else:
+            record_gloo(server, tmp_path, rank, content)
     for rank in (0, 1):
         assert server.ask(f"tell scheduler_TP{rank} hush") == "silent"
     told = finished_of(server)
     (finding,) = told["collectives"]["findings"]
-    assert (finding["kind"], finding["pids"], finding["waiting_pids"]) == (
-        "behind",
-        [server.ranks["scheduler_TP1"]],
-        [server.ranks["scheduler_TP0"]],
-    )
-    # Of NCCL, which no one has, nothing is said to be missing.
+    ahead, behind = server.ranks["scheduler_TP0"], server.ranks["scheduler_TP1"]
+    assert (finding["kind"], finding["level"]) == ("behind", "established")
+    assert (finding["pids"], finding["waiting_pids"]) == ([behind], [ahead])
+    # Of the other recorder, which no one has, nothing is said to be missing.
     assert told["collectives"]["missing"] == []
+    assert (told["verdict"]["first_failure"]["pid"], told["verdict"]["level"]) == (behind, "supported")
     assert finding["statement"] in told["verdict"]["text"]
-    for rank in (0, 1):
-        piece = piece_of(told, f"scheduler_TP{rank}", "gloo_flight_recorder")
-        assert (piece["status"], piece["path"]) == ("captured", f"gpu/gloo_flight_recorder_{rank}")
-        assert parse_dump((told["folder"] / piece["path"]).read_bytes()).entries
+    assert "had not begun all_reduce of 4x3 of process group 0" in told["verdict"]["text"]
+    assert sorted(path.name for path in (told["folder"] / "gpu").iterdir()) == [f"{kind}_0", f"{kind}_1"]
+    for rank, content in ((0, WAITING), (1, BEHIND)):
+        piece = piece_of(told, f"scheduler_TP{rank}", kind)
+        assert (piece["status"], piece["path"]) == ("captured", f"gpu/{kind}_{rank}")
+        dump = parse_dump((told["folder"] / piece["path"]).read_bytes())
+        assert len(dump.entries) == len(content["entries"])
+    assert server.process.poll() is None
 
 
 def test_a_rank_holding_the_gil_says_why_gloo_is_missing(start_recording: Start) -> None:
