@@ -171,11 +171,12 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     Raises OSError where it is missing, no regular file, or cannot be read.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    file = os.fdopen(os.open(path, flags), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(path, flags)
+    # `fdopen` refuses a folder, and leaves it open.
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 def read_regular(path: Path, most: int, *, from_end: bool = False) -> bytes:

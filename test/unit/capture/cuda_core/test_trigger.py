@@ -159,7 +159,8 @@ def test_a_core_is_whole_with_its_last_byte(tmp_path: Path, many_sections: bool)
 
 def test_what_is_no_core_is_none_in_bounded_time(tmp_path: Path) -> None:
     path = tmp_path / "core"
-    for hostile in (b"", b"\x7fELF" + b"\xff" * 60, b"\x7fELF\x02\x01" + b"\xff" * 500, b"x" * 5000):
+    no_offset = b"\x7fELF\x02\x01".ljust(40, b"\0") + b"\xff" * 8 + bytes(16)
+    for hostile in (b"", no_offset, b"\x7fELF" + b"\xff" * 60, b"\x7fELF\x02\x01" + b"\xff" * 500, b"x" * 5000):
         path.write_bytes(hostile)
         assert not is_whole_core(path)
     assert not is_whole_core(tmp_path)
