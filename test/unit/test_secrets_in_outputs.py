@@ -74,7 +74,7 @@ def with_journal(folder: IncidentFolder) -> None:
     # As the hook may leave it: what is below a list is not its to search.
     params = {"custom_params": [{"api_key": PLANTED}, ["Authorization", PLANTED], {"deep": [[{"all": FORMS}]]}]}
     journal.begin({"rid": "r1", "sampling_params": params, "token": PLANTED}, f"a prompt of {PLANTED[:5]}", None)
-    export_requests([(11, journal.fd)], folder.path, 600.0, folder.charge, time.time())
+    export_requests([(11, journal.fd)], folder.path, 600.0, folder.charge, time.time(), {})
     journal.close()
 
 

@@ -29,6 +29,7 @@ import msgspec
 from sglang_crashkit.capture.responder import COLLECTIVES, Conversation
 from sglang_crashkit.kernel.private_files import FifoError, open_regular, read_regular, write_private, write_to_fifo
 from sglang_crashkit.kernel.procfs import open_files, owner_of
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.flight_dump import MAX_BYTES, FlightDump, FlightDumpError, parse_dump
 
 #: How many collectives a process keeps, of NCCL and of gloo alike; the second name counts where the first is not set,
@@ -53,24 +54,20 @@ class FlightPlace(msgspec.Struct, frozen=True):
     dump_stem: Annotated[str, msgspec.Meta(min_length=1)]  # what the name of its dump begins with
     is_own: bool  # no other process writes there
 
-    @staticmethod
-    def file_of(runtime: Path, pid: int, start_ticks: int) -> Path:
-        """Return where process `pid` that started at `start_ticks` says so, in the handler's runtime folder."""
-        return runtime / f"{pid}-{start_ticks}.flight"
-
     def write(self, runtime: Path, pid: int, start_ticks: int) -> None:
         """Say so for process `pid`.
 
         Raises:
             OSError: the folder is gone or full.
         """
-        write_private(self.file_of(runtime, pid, start_ticks), msgspec.json.encode(self))
+        write_private(HookFiles.of(runtime, pid, start_ticks).flight, msgspec.json.encode(self))
 
     @classmethod
     def read(cls, runtime: Path, pid: int, start_ticks: int) -> FlightPlace | None:
         """Return what process `pid` said, None where it said nothing."""
         try:
-            return msgspec.json.decode(read_regular(cls.file_of(runtime, pid, start_ticks), _MAX_BYTES), type=cls)
+            data = read_regular(HookFiles.of(runtime, pid, start_ticks).flight, _MAX_BYTES)
+            return msgspec.json.decode(data, type=cls)
         except (OSError, ValueError, RecursionError):
             return None
 

@@ -116,7 +116,7 @@ class CrashHandler:
         finally:
             removed, left = self._shared_memory.clear()
             self.session.close(removed, left)
-            self._driver.close()
+            self._driver.xids.close()
             self._place.remove_marker()
             if self.session.triage.shutdown.gone_at is not None:
                 # While the server lives, its ranks may still make pipes in there, without which PyTorch ends them.

@@ -54,16 +54,10 @@ def find_group(pid: int, controller: str, files: Sequence[str]) -> Group | None:
 
     Its folder has one of the `files`, of which that of v1 is the first.
     """
-    groups = _groups(pid, controller)
-    return next((group for group in groups if (group.folder / files[group.version - 1]).exists()), None)
-
-
-def _groups(pid: int, controller: str) -> Iterator[Group]:
-    """Yield where the cgroup of `pid` may be."""
     try:
         memberships = (PROC / str(pid) / "cgroup").read_text(errors="replace")
     except OSError:
-        return
+        return None
     for line in memberships.splitlines():
         _hierarchy, controllers, group = line.split(":", 2)
         if controller in controllers.split(","):
@@ -74,8 +68,10 @@ def _groups(pid: int, controller: str) -> Iterator[Group]:
             continue
         for mount in mounts:
             # Inside a container the mount is often the group itself while the path is the host's.
-            yield Group(version, mount / group.lstrip("/"), mount)
-            yield Group(version, mount, mount)
+            for folder in (mount / group.lstrip("/"), mount):
+                if (folder / files[version - 1]).exists():
+                    return Group(version, folder, mount)
+    return None
 
 
 def _mount_points(fs_type: str, option: str | None) -> Iterator[Path]:

@@ -151,22 +151,13 @@ def find_processes(
     return Discovery(tuple(mine), others, elsewhere)
 
 
-@dataclass(frozen=True)
 class _Entry:
-    pid: int
-    ppid: int
-    start_ticks: int
-    cmdline: list[str]
-    title: str
-    is_titled: bool
-    is_scheduler: bool
-
-    @classmethod
-    def of(cls, stat: procfs.ProcStat) -> _Entry:
-        cmdline = procfs.read_cmdline(stat.pid)
-        title, is_titled = procfs.title_of(cmdline, stat.comm), bool(cmdline) and cmdline[0].startswith(titles.PREFIX)
-        is_scheduler = is_titled and titles.role_of(title) == "scheduler"
-        return cls(stat.pid, stat.ppid, stat.start_ticks, cmdline, title, is_titled, is_scheduler)
+    def __init__(self, stat: procfs.ProcStat) -> None:
+        self.pid, self.ppid, self.start_ticks = stat.pid, stat.ppid, stat.start_ticks
+        self.cmdline = procfs.read_cmdline(stat.pid)
+        self.title = procfs.title_of(self.cmdline, stat.comm)
+        self.is_titled = bool(self.cmdline) and self.cmdline[0].startswith(titles.PREFIX)
+        self.is_scheduler = self.is_titled and titles.role_of(self.title) == "scheduler"
 
     @property
     def is_of_sglang(self) -> bool:
@@ -183,7 +174,7 @@ class _Host:
             stat = procfs.read_stat(int(name)) if name.isdigit() else None
             # The main thread of a process may have ended before the rest of it.
             if stat is not None and (stat.state not in "ZX" or stat.threads > 1):
-                self._entries[stat.pid] = _Entry.of(stat)
+                self._entries[stat.pid] = _Entry(stat)
                 self._children.setdefault(stat.ppid, []).append(stat.pid)
 
     def groups(self, within: set[int] | None, place: Callable[[int], Place | None]) -> list[list[_Entry]]:

@@ -117,14 +117,16 @@ class GuardedReader:
         raise OSError(errno.EIO, "the process that reads for this one was killed", str(path))
 
     def _end_helper(self) -> None:
-        if self._helper is None:
+        helper, self._helper = self._helper, None
+        if helper is None:
             return
-        pid = self._helper.end()
-        self._helper = None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(helper.pid, signal.SIGKILL)
+        helper.close()
         deadline = time.monotonic() + _REAP_SECS
-        while not is_reaped(pid):
+        while not is_reaped(helper.pid):
             if time.monotonic() >= deadline:
-                self._stuck.append(pid)
+                self._stuck.append(helper.pid)
                 return
             time.sleep(0.001)
 
@@ -170,13 +172,6 @@ class _Helper:
         if number:
             raise OSError(number, os.strerror(number), str(path))
         return self._receive(length, deadline, path)
-
-    def end(self) -> int:
-        """Kill it and return its pid, which is to be waited for."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        self.close()
-        return self.pid
 
     def close(self) -> None:
         """Close the pipes to it."""

@@ -19,9 +19,6 @@ from typing import Any, BinaryIO, Literal
 from sglang_crashkit.errors import CrashkitError
 
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 0x1, 0x2  # linux/memfd.h
-#: Why nothing was written: there is no such pipe, it has no reader, it is no pipe of that user, or anything else.
-#: What came of asking for a lock: somebody else had it all the time, or this file system has no locks.
-LockState = Literal["held", "taken", "unsupported"]
 _POLL_SECS = 0.01
 
 
@@ -174,11 +171,12 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     Raises OSError where it is missing, no regular file, or cannot be read.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    file = os.fdopen(os.open(path, flags), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(path, flags)
+    # `fdopen` refuses a folder, and leaves it open.
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 def read_regular(path: Path, most: int, *, from_end: bool = False) -> bytes:
@@ -262,9 +260,10 @@ class FolderLock:
         self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._descriptor = -1
 
-    def acquire(self, timeout_secs: float = 0.0) -> LockState:
+    def acquire(self, timeout_secs: float = 0.0) -> Literal["held", "taken", "unsupported"]:
         """Try to lock the folder, waiting so many seconds for somebody else to let go.
 
+        It is ``taken`` where somebody else had it all the time, ``unsupported`` where this file system has no locks.
         Raises OSError where there is no such folder, or it may not be read.
         """
         deadline = time.monotonic() + timeout_secs

@@ -183,11 +183,6 @@ def is_running(pid: int, start_ticks: int | None = None) -> bool:
     return stat is not None and stat.state not in "ZX"
 
 
-def is_dead(pid: int) -> bool:
-    """Say whether `pid` is a zombie or gone."""
-    return not is_running(pid)
-
-
 def may_inspect(pid: int) -> bool:
     """Say whether the kernel lets this process see what only a tracer may see of `pid`, such as an exit status."""
     try:

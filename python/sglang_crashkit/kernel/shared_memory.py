@@ -160,7 +160,7 @@ def why_in_use(candidates: Collection[Segment]) -> dict[Segment, str]:
             continue
         except OSError:
             # A zombie maps nothing, whichever process it was.
-            if not procfs.is_dead(int(name)):
+            if procfs.is_running(int(name)):
                 unknown = f"what process {name} maps cannot be read"
                 break
             continue

@@ -7,7 +7,8 @@ Its files in the crash handler's runtime folder, which has mode 0700, named afte
 - ``.stack`` takes what faulthandler writes when the process gets the signal (see `capture.ladder`);
 - ``.fault`` takes what faulthandler writes when a fatal signal ends the process;
 - ``.say`` is where a thread of the server's main process takes lines for the server's log, and the word that a worker
-  wrote a ``.fault``.
+  wrote a ``.fault``;
+- ``.flight`` says where its flight recorder of NCCL is asked (see `capture.flight_request`).
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ class HookFiles:
     stack: Path
     fault: Path
     say: Path
+    flight: Path
 
     @classmethod
     def of(cls, folder: Path, pid: int, start_ticks: int) -> HookFiles:
         """Return the files of the process `pid` that started at `start_ticks`."""
         name = f"{pid}-{start_ticks}"
-        suffixes = (".json", ".sock", ".stack", ".fault", ".say")
+        suffixes = (".json", ".sock", ".stack", ".fault", ".say", ".flight")
         return cls(*(folder / f"{name}{suffix}" for suffix in suffixes))
 
 

@@ -26,6 +26,7 @@ from sglang_crashkit.capture.flight_request import (
 )
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.procfs import server_key
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.settings import FLIGHT_VARIABLE, SOCKET_VARIABLE, published, read_number
 from sglang_crashkit.srt.hooks import never_raises, shorten
 
@@ -51,7 +52,7 @@ def prepare_flight_recorder() -> None:
     if read_number(os.environ, BUFFER_SIZE, read_number(os.environ, OLD_BUFFER_SIZE, 0)) == 0:
         return
     runtime = Path(socket_path).parent
-    if FlightPlace.file_of(runtime, stat.pid, stat.start_ticks).exists():
+    if HookFiles.of(runtime, stat.pid, stat.start_ticks).flight.exists():
         return
     theirs = [os.environ[name] for name in DUMP_STEMS if name in os.environ]
     if PIPE_STEM not in os.environ:

@@ -12,7 +12,7 @@ import pytest
 
 import sglang_crashkit
 from integration.commands.loopback_sshd import Sshd, why_not
-from sglang_crashkit.kernel.procfs import is_dead
+from sglang_crashkit.kernel.procfs import is_running
 from unit.support.targets import SLEEPER, TITLE, settle_in_sleep, state_of
 from unit.support.waiting import LONG, child, wait_until
 
@@ -45,8 +45,8 @@ def test_the_collector_on_the_host_ends_with_the_one_here(tmp_path: Path, how: s
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as here:
             wait_until(lambda: bool(list(tmp_path.glob("there/snapshot_*"))), "there is a snapshot on the host")
             there = int((tmp_path / "pid").read_text())
-            assert not is_dead(there)
+            assert is_running(there)
             here.send_signal(how)
             here.wait(LONG)
-        wait_until(lambda: is_dead(there), "the collector on the host ended")
+        wait_until(lambda: not is_running(there), "the collector on the host ended")
         assert state_of(rank.pid) == "S"

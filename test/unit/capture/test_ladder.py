@@ -11,7 +11,7 @@ import pytest
 from sglang_crashkit.capture.ladder import ask_faulthandler, capture_all, parse_faulthandler
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks
-from sglang_crashkit.model.sample import Frame
+from sglang_crashkit.model.sample import Frame, Sample
 from unit.support.targets import (
     LOCK_HOLDER,
     SLEEPER,
@@ -38,6 +38,10 @@ print(json.dumps([dataclasses.asdict(one) for one in found]))
 """
 
 
+def capture(folder: Path, *targets: StackHooks, secs: float = LONG) -> list[Sample]:
+    return capture_all({target.pid: target.start_ticks for target in targets}, folder, secs, may_signal=True)
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
@@ -52,7 +56,7 @@ def test_every_process_gets_its_stack_in_time_despite_py_spy(runtime: Path, use_
     with hooked(runtime, SLEEPER) as free, hooked(runtime, LOCK_HOLDER) as held:
         settle_in_lock(held.pid)
         settle(free.pid, "S")
-        first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0, may_signal=True)
+        first, second = capture(runtime, free, held, secs=10.0)
         # Five times the budget is what a loaded machine may take.
     assert (first.source, first.problem.startswith(reason)) == ("in-process", True), first.problem
     assert functions_of(first.threads)[:2] == ["inner_function", "outer_function"]
@@ -94,9 +98,7 @@ def test_a_stopped_process_costs_the_others_nothing_and_stays_stopped(runtime: P
     with hooked(runtime, SLEEPER) as stopped, hooked(runtime, SLEEPER) as free:
         os.kill(stopped.pid, signal.SIGSTOP)
         settle(stopped.pid, "T")
-        first, second = capture_all(
-            {one.pid: one.start_ticks for one in (stopped, free)}, runtime, LONG, may_signal=True
-        )
+        first, second = capture(runtime, stopped, free)
         assert state_of(stopped.pid) == "T"
         assert int(procfs.read_status(stopped.pid)["ShdPnd"], 16) == 0, "a signal waits for it"
     assert not first.threads
@@ -107,11 +109,11 @@ def test_a_stopped_process_costs_the_others_nothing_and_stays_stopped(runtime: P
 
 def test_no_rung_waits_for_a_thread_in_uninterruptible_sleep(runtime: Path, use_tool) -> None:
     with asleep(runtime) as target:
-        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
+        (sample,) = capture(runtime, target)
         assert sample.source == "py-spy"
         assert "sleep_uninterruptibly" in functions_of(sample.threads)
         use_tool("exit 1")
-        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, 10.0, may_signal=True)
+        (sample,) = capture(runtime, target, secs=10.0)
         assert sample.source == "faulthandler"
         assert "sleep_uninterruptibly" in functions_of(sample.threads)
         assert state_of(target.pid) == "D"
@@ -120,7 +122,7 @@ def test_no_rung_waits_for_a_thread_in_uninterruptible_sleep(runtime: Path, use_
 def test_a_traced_process_is_captured_beside_its_tracer(runtime: Path) -> None:
     with hooked(runtime, SLEEPER) as target, traced(target.pid) as tracer:
         settle(target.pid, "S")
-        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
+        (sample,) = capture(runtime, target)
         assert Path(f"/proc/{target.pid}/status").read_text().split("TracerPid:")[1].split()[0] == str(tracer)
     assert (sample.source, sample.problem) == ("py-spy", "")
 

@@ -58,13 +58,6 @@ CONTROL_V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
     [
         pytest.param("0::/", "cgroup2 {} cgroup2 ro", "memory.events", EVENTS_V2, id="v2, a cgroup namespace"),
         pytest.param(
-            "0::/system.slice/docker-4f1c.scope",
-            "cgroup2 {} cgroup2 ro",
-            "system.slice/docker-4f1c.scope/memory.events",
-            EVENTS_V2,
-            id="v2, the host's cgroup namespace",
-        ),
-        pytest.param(
             "9:cpuset:/docker/4f1c\n7:memory:/docker/4f1c\n0::/",
             "cgroup {} cgroup ro,memory",
             "memory.oom_control",

@@ -60,7 +60,7 @@ def test_a_blocked_read_is_ended_and_the_next_works(reader: GuardedReader, tmp_p
         reader.read(fifo(tmp_path / "stuck"))
     assert reader.read(tmp_path / "file") == b"x"
     assert helpers() != [first]
-    wait_until(lambda: procfs.is_dead(first), "the first helper has ended")
+    wait_until(lambda: not procfs.is_running(first), "the first helper has ended")
 
 
 def test_who_blocked_a_read_is_left_alone_for_a_while(reader: GuardedReader, tmp_path: Path) -> None:

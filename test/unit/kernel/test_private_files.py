@@ -115,8 +115,9 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_read(tmp_path: Path) ->
     (tmp_path / "file").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     os.mkfifo(tmp_path / "pipe")
+    opened = descriptors()
     for name, why, why_unread in (
-        ("folder", "no regular file", "Is a directory"),
+        ("folder", "no regular file", "is no regular file"),
         ("link", "no regular file", "levels of symbolic links"),
         ("pipe", "no regular file", "is no regular file"),
         ("file/below", "Not a directory", "Not a directory"),
@@ -127,6 +128,7 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_read(tmp_path: Path) ->
             read_regular(tmp_path / name, 10)
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "missing", 10)
+    assert descriptors().items() <= opened.items()
     assert read_regular(tmp_path / "file", 10) == b"kept"
     write_named(tmp_path / "file", b"new")
     assert read_regular(tmp_path / "file", 2) == b"ne"

@@ -36,8 +36,8 @@ def test_all_below_are_killed_but_those_that_are_spared() -> None:
         skipped, other = map(int, process.first_line.split())  # type: ignore[attr-defined]
         try:
             signals.kill_below(process.pid, [skipped])
-            wait_until(lambda: procfs.is_dead(other), "it is dead")
-            assert not procfs.is_dead(skipped)
+            wait_until(lambda: not procfs.is_running(other), "it is dead")
+            assert procfs.is_running(skipped)
             assert process.poll() is None
         finally:
             os.kill(skipped, signal.SIGKILL)

@@ -117,7 +117,7 @@ def test_a_fatal_signal_leaves_its_stacks_and_stays_fatal(runtime: Path) -> None
     with hooked(runtime, FALL) as target:
         os.kill(target.pid, signal.SIGSEGV)
         fault = HookFiles.of(runtime, target.pid, target.start_ticks).fault
-        wait_until(lambda: procfs.is_dead(target.pid), "it has died")
+        wait_until(lambda: not procfs.is_running(target.pid), "it has died")
         output = parse_faulthandler(fault.read_text(), target.pid, target.main_thread)
     assert (output.error, output.is_whole) == ("Segmentation fault", True)
 
@@ -138,7 +138,7 @@ def test_a_forked_child_does_not_touch_its_parents_files(runtime: Path, end: str
             if end == "abort":
                 parent.stdin.write(b"x")
                 parent.stdin.flush()
-                wait_until(lambda: procfs.is_dead(forked), "the child has died")
+                wait_until(lambda: not procfs.is_running(forked), "the child has died")
             assert files.fault.read_bytes() == files.stack.read_bytes() == b""
             assert not HookFiles.of(runtime, forked, start_ticks(forked)).description.exists()
         finally:

@@ -80,7 +80,7 @@ def test_the_run_ends_with_the_status_of_the_dead_process(code, rc, status):
     assert len(lines) == 1
     assert lines[0].endswith(f") exited rc={rc}; aborting.")
     sibling = int(done.stdout.split()[0])
-    assert procfs.is_dead(sibling)
+    assert not procfs.is_running(sibling)
     assert "the end" not in done.stdout
     assert seconds < 60
 
@@ -182,7 +182,7 @@ def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path
             victim.kill()
             death = death_of(watcher)
             assert survivor.wait(LONG) == -9
-        wait_until(lambda: procfs.is_dead(grandchild), "its child is killed, too")
+        wait_until(lambda: not procfs.is_running(grandchild), "its child is killed, too")
         assert unwatched.poll() is None
     doing = {int(re.search(r"\(pid (\d+)\)", one)[1]): one for one in death.survivors}
     assert {survivor.pid, grandchild} == set(doing)

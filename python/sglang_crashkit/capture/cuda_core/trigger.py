@@ -215,7 +215,7 @@ def is_whole_core(path: Path) -> bool:
             (count,) = _COUNT.unpack(os.pread(descriptor, _COUNT.size, table))
         is_elf = stat.S_ISREG(status.st_mode) and magic == _MAGIC
         return is_elf and 0 < table < table + count * row_size <= status.st_size
-    except (OSError, struct.error):
+    except (OSError, OverflowError, struct.error):
         return False
     finally:
         os.close(descriptor)

@@ -21,7 +21,7 @@ from sglang_crashkit.capture.cuda_core.reading import CudaCore, core_in_lines, r
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
 from sglang_crashkit.capture.debugger import find_cuda_gdb, max_at_once
 from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, GlooRequest, NoRecorderError, Received
-from sglang_crashkit.capture.gpu_facts import GpuFacts, XidWatch, ask_driver, facts_of, has_gpu
+from sglang_crashkit.capture.gpu_facts import XidWatch, ask_driver, facts_of, has_gpu
 from sglang_crashkit.capture.tools import BackgroundTool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
@@ -79,10 +79,6 @@ class Driver:
                 self.xids.problem = f"its watcher could not be started: {error.strerror}"
                 logger.warning("Xid events are not watched for: %s", self.xids.problem)
 
-    def close(self) -> None:
-        """Watch no longer."""
-        self.xids.close()
-
     def ask(self, run: IncidentRun, deadline: float) -> Awaited | None:
         """Ask the driver what it knows."""
         secs = min(_DRIVER_SECS, deadline - time.monotonic())
@@ -110,17 +106,10 @@ class _DriversAnswer(Awaited):
         self._run, self._answer, self._watch = run, answer, watch
 
     def look(self) -> None:
-        if (answer := self._answer.look()) is not None:
-            self.is_done = True
-            self._take(facts_of(answer))
-
-    def give_up(self, reason: str) -> None:
+        if (answer := self._answer.look()) is None:
+            return
         self.is_done = True
-        self._answer.cancel()
-        _add_facts(self._run, "failed", reason)
-
-    def _take(self, facts: GpuFacts) -> None:
-        run, watch = self._run, self._watch
+        run, watch, facts = self._run, self._watch, facts_of(answer)
         watch.look()
         holders = [Holder(one.pid, one.title, procfs.started_at(one.handle.start_ticks), one.gpu) for one in run.tree]
         sees_all_pids = is_host_namespace()
@@ -139,6 +128,11 @@ class _DriversAnswer(Awaited):
         how: dict[str, Any] = {"reason": facts.reason or None, "seconds": facts.seconds}
         piece = write_piece("gpu_facts", run.folder.write_json, "gpu/facts.json", document, **how)
         run.report(run.tree.root).evidence.append(piece)
+
+    def give_up(self, reason: str) -> None:
+        self.is_done = True
+        self._answer.cancel()
+        _add_facts(self._run, "failed", reason)
 
 
 def _add_facts(run: IncidentRun, status: EvidenceStatus, reason: str, seconds: float | None = None) -> None:
@@ -220,21 +214,19 @@ class FlightRecorders(Awaited):
                 elif has_exited:
                     self._fail(asked, f"it ended before its dump was whole: {asked.request.leftover()}")
                 elif is_late:
-                    secs = asked.deadline - self._began
-                    self._note_late(asked)
-                    self._fail(asked, f"not whole within {secs:.1f} s: {asked.request.leftover()}")
+                    self._give_up(asked, f"not whole within {asked.deadline - self._began:.1f} s")
             if time.monotonic() >= began + _READING_SECS:
                 return
 
     def give_up(self, reason: str) -> None:
         """Wait no longer, for a reason that is noted."""
         for asked in list(self._under_way):
-            self._note_late(asked)
-            self._fail(asked, f"{reason}: {asked.request.leftover()}")
+            self._give_up(asked, reason)
 
-    def _note_late(self, asked: _Asked) -> None:
+    def _give_up(self, asked: _Asked, reason: str) -> None:
         if asked.recorder == "nccl":
             self._late.add(asked.process.pid)
+        self._fail(asked, f"{reason}: {asked.request.leftover()}")
 
     def _ask(self, process: TrackedProcess, recorder: Recorder, request: FlightRequest | GlooRequest | None) -> None:
         stat = procfs.read_stat(process.pid)

@@ -51,7 +51,7 @@ def export_requests(
     timeout_secs: float,
     charge: Charge,
     seconds: float,
-    checks: dict[str, bool] | None = None,
+    checks: dict[str, bool],
 ) -> JournaledRequests:
     """Write the requests of `journals` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
 
@@ -70,7 +70,7 @@ def export_requests(
         seconds: when the incident began, since the epoch; what ended `KEPT_SECS` before that or earlier is left out.
     """
     deadline = time.monotonic() + timeout_secs
-    result, found = JournaledRequests(), checks if checks is not None else {}
+    result = JournaledRequests()
     readers: list[tuple[int, JournalReader]] = []
     problems = []
     for place, (pid, descriptor) in enumerate(journals):
@@ -94,7 +94,7 @@ def export_requests(
         make_private_folder((folder / REQUESTS).parent)
         (folder / REQUESTS).unlink(missing_ok=True)
         with create_private(folder / REQUESTS) as file:
-            _write_all(_in_order(readers, seconds - KEPT_SECS), file, charge, result, deadline, found)
+            _write_all(_in_order(readers, seconds - KEPT_SECS), file, charge, result, deadline, checks)
             file.flush()
             os.fsync(file.fileno())
         result.path = REQUESTS

@@ -3,13 +3,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.capture.cuda_core import trigger as cuda_core
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
 from sglang_crashkit.kernel.procfs import open_files
 from unit.capture.cuda_core import cuda_driver
@@ -27,12 +25,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start a process with a driver that answers one trigger, and return a request for its core."""
     stack = contextlib.ExitStack()
 
-    def start_driver(
-        seconds: float = 0.5, fraction: float = 1.0, then: str = "", name: str = "corepipe.%p", pipe: str | None = None
-    ) -> CoreRequest:
+    def start_driver(name: str = "corepipe.%p", pipe: str | None = None) -> CoreRequest:
         written = tmp_path / name
         template = str(tmp_path / "core.cuda.%t.%p")
-        argv = [sys.executable, cuda_driver.__file__, written, template, seconds, fraction, then]
+        argv = [sys.executable, cuda_driver.__file__, written, template]
         process = stack.enter_context(spawned(argv, cwd=tmp_path))
         wait_until(
             lambda: [p for p in tmp_path.glob("corepipe*") if p.suffix != ".unnamed"], "the driver made its pipe"
@@ -42,20 +38,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     with stack:
         yield start_driver
-
-
-@pytest.mark.wide
-def test_a_core_is_waited_for_as_long_as_it_grows(start: Start, tmp_path: Path) -> None:
-    request = start(seconds=2.0)
-    request.send()
-    sizes = set()
-    while (path := request.look()) is None:
-        sizes |= {file.stat().st_size for file in tmp_path.glob("core.cuda.*")}
-        time.sleep(0.02)
-    # Ten writes, of which the last but one is a tenth before the end.
-    assert len(sizes) > 3
-    assert is_whole_core(path)
-    assert path.name.endswith(f".{request.pid}")
 
 
 def test_what_is_written_of_a_core_grows(tmp_path: Path) -> None:
@@ -140,22 +122,11 @@ def test_what_the_driver_wrote_by_itself_is_found(tmp_path: Path) -> None:
 
 
 def test_an_earlier_core_is_not_taken_for_the_new_one(start: Start, tmp_path: Path) -> None:
-    request = start(seconds=0.0)
+    request = start()
     old = tmp_path / f"core.cuda.1.{request.pid}"
     old.write_bytes(core_bytes())
     request.send()
     assert wait_until(request.look, "the core is whole") != old
-
-
-def test_a_file_that_is_held_open_is_waited_for(start: Start, tmp_path: Path) -> None:
-    request = start(seconds=0.1, fraction=0.6, then="hang")
-    request.send()
-    wait_until(lambda: list(tmp_path.glob("core.cuda.*")), "the core has begun")
-    deadline = time.monotonic() + cuda_core.STILL_SECS + 0.7
-    while time.monotonic() < deadline:
-        assert request.look() is None
-        time.sleep(0.05)
-    assert "bytes so far" in request.leftover()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -188,7 +159,8 @@ def test_a_core_is_whole_with_its_last_byte(tmp_path: Path, many_sections: bool)
 
 def test_what_is_no_core_is_none_in_bounded_time(tmp_path: Path) -> None:
     path = tmp_path / "core"
-    for hostile in (b"", b"\x7fELF" + b"\xff" * 60, b"\x7fELF\x02\x01" + b"\xff" * 500, b"x" * 5000):
+    no_offset = b"\x7fELF\x02\x01".ljust(40, b"\0") + b"\xff" * 8 + bytes(16)
+    for hostile in (b"", no_offset, b"\x7fELF" + b"\xff" * 60, b"\x7fELF\x02\x01" + b"\xff" * 500, b"x" * 5000):
         path.write_bytes(hostile)
         assert not is_whole_core(path)
     assert not is_whole_core(tmp_path)

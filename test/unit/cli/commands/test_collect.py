@@ -15,7 +15,7 @@ from incident_schema import assert_fits
 from sglang_crashkit.capture.debugger import MAY_TRACE
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import find_processes
-from sglang_crashkit.kernel.procfs import TreeScanner, is_dead, read_title
+from sglang_crashkit.kernel.procfs import TreeScanner, is_running, read_title
 from sglang_crashkit.model.snapshot import parse
 from unit.cli.conftest import GDB
 from unit.support.command import Cli
@@ -103,7 +103,7 @@ def test_for_another_machine_it_ends_with_its_reader(rank: int, tmp_path: Path, 
         collector.stdout.close()
         collector.wait(LONG)
     assert collector.returncode == ExitCode.TERMINATED
-    wait_until(lambda: all(map(is_dead, tools)), "the debugger is gone")
+    wait_until(lambda: not any(map(is_running, tools)), "the debugger is gone")
     assert state_of(rank) == "S"
 
 

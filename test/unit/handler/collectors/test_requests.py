@@ -90,29 +90,33 @@ def worker(pid: int, exited_at: float | None = None) -> TrackedProcess:
     return tracked(pid, "sglang::tokenizer_worker", exited_at=exited_at)
 
 
-def pass_on(journals: RequestJournals, sender: TrackedProcess) -> None:
-    """Have a process pass on a journal, of a request that is called as the process is."""
+def pass_on(journals: RequestJournals, sender: TrackedProcess, number: int = 0) -> None:
+    """Have a process pass on a journal, of a request that is called as the process is, and its number."""
     writer = ring()
-    writer.begin({"rid": str(sender.pid)})
+    writer.begin({"rid": f"{sender.pid}-{number}"})
     journals.follow(sender, writer.fd)
     writer.close()
 
 
-def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
+def test_workers_and_engines_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
     tree, journals, living = ProcessTree(os.getpid()), RequestJournals(), worker(1)
     run = begin_incident(tree, tmp_path)
     before = len(descriptors())
-    for _ in range(3):
-        pass_on(journals, living)
+    for number in range(3):
+        pass_on(journals, living, number)
     for pid in range(10, 60):
         pass_on(journals, worker(pid, exited_at=1.0))
         assert len(descriptors()) <= before + 3 + 4
     journals.take(run, math.inf)
-    assert {line["rid"] for line in lines(run.folder.path)} == {"1", "56", "57", "58", "59"}
+    own = [f"1-{number}" for number in range(3)]
+    assert sorted(line["rid"] for line in lines(run.folder.path)) == [*own, "56-0", "57-0", "58-0", "59-0"]
     assert run.incident.requests.journal.reason == "the journals of 46 processes that had ended before were dropped"
-    for _ in range(20):
-        pass_on(journals, living)
+    for number in range(20):
+        pass_on(journals, living, number)
     assert len(descriptors()) <= before + 4 + 4
+    journals.take(run, math.inf)
+    own = [f"1-{number}" for number in range(16, 20)]
+    assert sorted(line["rid"] for line in lines(run.folder.path)) == [*own, "56-0", "57-0", "58-0", "59-0"]
     journals.close()
     assert len(descriptors()) <= before
     run.discard()
@@ -140,6 +144,11 @@ def ring() -> JournalWriter:
     return JournalWriter(2**20)
 
 
+@pytest.fixture
+def writer() -> JournalWriter:
+    return ring()
+
+
 def export(
     rings: Sequence[tuple[int, int]],
     folder: Path,
@@ -147,7 +156,7 @@ def export(
     charge: Callable[[int], None] = lambda _growth: None,
     seconds: float | None = None,
 ) -> JournaledRequests:
-    return export_requests(rings, folder, secs, charge, time.time() if seconds is None else seconds)
+    return export_requests(rings, folder, secs, charge, time.time() if seconds is None else seconds, {})
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -177,8 +186,7 @@ def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> 
     assert found[0]["arrived"].endswith("Z")
 
 
-def test_what_was_given_up_says_so(tmp_path: Path) -> None:
-    writer = ring()
+def test_what_was_given_up_says_so(tmp_path: Path, writer: JournalWriter) -> None:
     for rid in ("under way", "ended", "answered"):
         number = writer.begin({"rid": rid})
         if rid != "answered":
@@ -207,9 +215,9 @@ WITHHELD = CHECK | {"omitted": {"input_ids": "withheld by SGLANG_CRASHKIT_PROMPT
     ids=["", "pair", "filled", "embed", "no"],
 )
 def test_health_checks_are_left_out_and_told_apart(
-    tmp_path: Path, fields: dict[str, Any], ids: list[int] | None
+    tmp_path: Path, writer: JournalWriter, fields: dict[str, Any], ids: list[int] | None
 ) -> None:
-    writer, checks = ring(), dict[str, bool]()
+    checks = dict[str, bool]()
     writer.end(writer.begin(fields | {"rid": "HEALTH_CHECK_1763780000.5"}, None, ids), finished=True)
     writer.begin(fields | {"rid": "HEALTH_CHECK_0f3c"}, None, ids)
     writer.begin({"rid": "users", "log_metrics": False})
@@ -231,9 +239,9 @@ def test_health_checks_are_left_out_and_told_apart(
     ],
 )
 def test_a_client_hides_no_request_behind_a_name(
-    tmp_path: Path, fields: dict[str, Any], text: str | None, ids: list[int] | None
+    tmp_path: Path, writer: JournalWriter, fields: dict[str, Any], text: str | None, ids: list[int] | None
 ) -> None:
-    writer, checks = ring(), dict[str, bool]()
+    checks = dict[str, bool]()
     writer.begin(CHECK | {"rid": "HEALTH_CHECK_1"}, None, [0])
     writer.end(writer.begin(fields | {"rid": "HEALTH_CHECK_1"}, text, ids), finished=True)
     writer.end(writer.begin(fields | {"rid": "HEALTH_CHECK_2"}, text, ids), finished=True)
@@ -243,8 +251,7 @@ def test_a_client_hides_no_request_behind_a_name(
     assert checks == {"HEALTH_CHECK_1": False, "HEALTH_CHECK_2": False}
 
 
-def test_secrets_below_any_container_are_taken_out(tmp_path: Path) -> None:
-    writer = ring()
+def test_secrets_below_any_container_are_taken_out(tmp_path: Path, writer: JournalWriter) -> None:
     writer.begin(
         {
             "rid": "a",
@@ -268,8 +275,8 @@ def test_secrets_below_any_container_are_taken_out(tmp_path: Path) -> None:
         journal.END.pack(2, True, 1, math.inf),
     ],
 )
-def test_an_odd_record_costs_no_other_request(tmp_path: Path, odd: bytes) -> None:
-    writer, other = ring(), ring()
+def test_an_odd_record_costs_no_other_request(tmp_path: Path, writer: JournalWriter, odd: bytes) -> None:
+    other = ring()
     writer.end(writer.begin({"rid": "own"}), finished=True)
     # A beginning of a request of its own, or another end of that one.
     writer.append(odd)
@@ -298,8 +305,7 @@ def test_what_ended_long_before_the_incident_is_left_out(tmp_path: Path, monkeyp
         assert [line["rid"] for line in lines(tmp_path)] == ["under-way-7", "under-way-8", *kept]
 
 
-def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
-    writer = ring()
+def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path, writer: JournalWriter) -> None:
     for number in range(5):
         writer.begin({"rid": str(number)})
     told = export([(7, writer.fd)], tmp_path, -1)
@@ -307,8 +313,7 @@ def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
     assert told.reason == "5 requests could not be read, found no room, or not within -1 s"
 
 
-def test_without_room_those_in_flight_come_first(tmp_path: Path) -> None:
-    writer = ring()
+def test_without_room_those_in_flight_come_first(tmp_path: Path, writer: JournalWriter) -> None:
     for number in range(5):
         writer.end(writer.begin({"rid": f"done-{number}", "text": "x" * 1000}), finished=True)
     for number in range(3):
@@ -330,8 +335,7 @@ def test_without_room_those_in_flight_come_first(tmp_path: Path) -> None:
     assert len(asked) <= 10
 
 
-def test_a_deeply_nested_request_does_not_hide_the_others(tmp_path: Path) -> None:
-    writer = ring()
+def test_a_deeply_nested_request_does_not_hide_the_others(tmp_path: Path, writer: JournalWriter) -> None:
     deep: list[Any] = []
     for _ in range(900):
         deep = [deep]
@@ -349,8 +353,7 @@ def test_a_deeply_nested_request_does_not_hide_the_others(tmp_path: Path) -> Non
     assert (told.left_out, told.unfinished) == (2 - len(rids), len(rids))
 
 
-def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path) -> None:
-    writer = ring()
+def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path, writer: JournalWriter) -> None:
     writer.begin({"rid": "a"})
     off = ring()
     off.invalidate()
@@ -360,8 +363,7 @@ def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path) -> None:
     assert "the journal of process 8 is no ring" in told.reason
 
 
-def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path) -> None:
-    writer = ring()
+def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path, writer: JournalWriter) -> None:
     writer.begin({"rid": "a"})
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "requests").symlink_to(tmp_path / "elsewhere")
@@ -370,20 +372,3 @@ def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path) -> None:
     assert told.reason is not None
     assert "is not a folder" in told.reason
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_each_engine_of_a_program_has_a_journal(tmp_path: Path) -> None:
-    tree, journals = ProcessTree(os.getpid()), RequestJournals()
-    run = begin_incident(tree, tmp_path)
-    before = len(descriptors())
-    for number in range(6):
-        engine = ring()
-        engine.begin({"rid": f"of-{number}"})
-        journals.follow(tree.root, engine.fd)
-        engine.close()
-    journals.take(run, math.inf)
-    assert sorted(line["rid"] for line in lines(run.folder.path)) == ["of-2", "of-3", "of-4", "of-5"]
-    journals.close()
-    assert len(descriptors()) <= before
-    run.discard()
-    tree.close()
