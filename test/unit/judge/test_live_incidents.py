@@ -15,6 +15,7 @@ from sglang_crashkit.model.incident import Exit, Incident
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.sources.incident import events_of
 from unit.judge.live_incidents import PEOPLE, TP0, TP1, died, hung, incident, killed, raised
+from unit.judge.stack_events import MODEL_ALL_REDUCE
 
 OOM = killed(detail="memory.events counts 1 OOM kill(s) more than before", cause="oom_kill")
 REAPED = Exit(None, None, "unknown", "reaped", "t")
@@ -120,19 +121,7 @@ def at(document: dict[str, Any], trigger: str, event: float) -> dict[str, Any]:
 
 
 #: What a rank waits in, and what that is for, as stacks have it.
-ALL_REDUCE = [
-    "all_reduce (torch/distributed/distributed_c10d.py:3913)",
-    "wrapper (torch/distributed/c10d_logger.py:83)",
-    "all_reduce (sglang/srt/distributed/parallel_state.py:699)",
-    "tensor_model_parallel_all_reduce (sglang/srt/distributed/communication_op.py:23)",
-]
-BATCH = [
-    "forward (sglang/srt/layers/vocab_parallel_embedding.py:500)",
-    "_call_impl (torch/nn/modules/module.py:1794)",
-    "forward (sglang/srt/models/llama.py:300)",
-    "run_batch (sglang/srt/managers/scheduler.py:1)",
-    "event_loop_overlap (sglang/srt/managers/scheduler.py:1)",
-]
+ALL_REDUCE, BATCH = [*MODEL_ALL_REDUCE[:4]], [*MODEL_ALL_REDUCE[4:]]
 TAKE_IN = [*RECEIVES, "event_loop_overlap (sglang/srt/managers/scheduler.py:1)"]
 #: In the handler of a signal, within whatever the rank was in.
 HANDLER = ["<module> (<string>:1)", "act (/x/sitecustomize.py:12)"]
