@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
-from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.model import ALONE, ONLY
-from sglang_crashkit.model.case import case_of
-from sglang_crashkit.model.incident import Exit, Incident
-from sglang_crashkit.model.verdict import Verdict
-from sglang_crashkit.sources.incident import events_of
-from unit.judge.live_incidents import PEOPLE, TP0, TP1, died, hung, incident, killed, raised
+from sglang_crashkit.model.incident import Exit
+from unit.judge.live_incidents import PEOPLE, TP0, TP1, died, hung, incident, killed, raised, verdict_of
 from unit.judge.stack_events import MODEL_ALL_REDUCE
 
 OOM = killed(detail="memory.events counts 1 OOM kill(s) more than before", cause="oom_kill")
@@ -413,13 +409,6 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         ),
     },
 }
-
-
-def verdict_of(document: Mapping[str, Any], records: Mapping[int, Mapping[str, Any]] | None = None) -> Verdict:
-    """Return what the judge says of an incident."""
-    environment = document.get("environment")
-    about = environment if isinstance(environment, dict) else {}
-    return judge(case_of(events_of(Incident.of(document), about, records or {})))
 
 
 @pytest.mark.parametrize(
