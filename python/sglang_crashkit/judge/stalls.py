@@ -351,7 +351,9 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
     is_update = [one for one in group if one.last.purpose in _UPDATES]
     if is_update and all(one in is_update or one.last.is_for_requests for one in group):
         return _weight_update(scene, group)
-    if len(calls) > 1 and (scene.signs.is_hang or not scene.signs.is_alive):
+    if scene.signs.is_alive:
+        return None
+    if len(calls) > 1:
         few = min(calls.values(), key=len)
         named = few if len(few) == 1 and len(group) > 2 and len(calls) == 2 else []
         is_batch = any(one.last.purpose in _AT_A_BATCH for one in group)
@@ -359,8 +361,6 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
         is_requests = any(one.last.is_for_requests and one.last.operation != "barrier" for one in group)
         kind = "rank_divergence" if is_batch and is_requests else None
         return _branched(scene, "different_calls", named, group, kind=kind)
-    if scene.signs.is_alive and not scene.signs.is_hang:
-        return None
     return _symmetric(scene, layout, group)
 
 
@@ -392,7 +392,7 @@ def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
 
 
 def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
-    if not scene.signs.is_hang and scene.signs.is_alive:
+    if scene.signs.is_alive:
         return None
     layout = topology.topology_of(scene.case, group[0].process.side)
     missing = topology.unseen_ranks(layout, (one.process.ranks for one in scene.members))
@@ -475,7 +475,7 @@ def _judge_beside(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     """Return what is said of the front end and the detokenizer, where the ranks are not what hangs."""
     for one in members:
         comes_round = one.is_moving and any(activity.kind == "idle" for activity in one.activities)
-        is_passing = not scene.signs.is_hang and scene.signs.is_alive and (one.is_moving or len(one.frames) < 2)
+        is_passing = scene.signs.is_alive and (one.is_moving or len(one.frames) < 2)
         is_quiet = one.role not in ("tokenizer", "detokenizer") or one.last.kind in ("idle", "unknown", "dead")
         if is_quiet or comes_round or is_passing:
             continue
