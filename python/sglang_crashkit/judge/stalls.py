@@ -268,7 +268,8 @@ def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member
     if all(one.last.is_for_requests for one in group) and (is_awake or (is_calm and not scene.signs.is_hang)):
         return None
     updating = [one for one in group if one.last.purpose in _UPDATES and not one.last.is_work]
-    if scene.signs.is_hang and updating and all(one in updating or one.last.is_for_requests for one in group):
+    is_update = updating and all(one in updating or one.last.is_for_requests for one in group)
+    if is_update and (scene.signs.is_hang or all(one.last.waits == "ranks" for one in group)):
         return _weight_update(scene, group)
     waiting = [one for one in group if one.last.waits in ("ranks", "gpu")]
     elsewhere = [one for one in group if one.last.waits not in ("ranks", "gpu")]
@@ -338,8 +339,6 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
     """Return what is said of a group all of which wait for another rank or for their GPU."""
     on_gpu = [one for one in group if one.last.waits == "gpu"]
     on_host = [one for one in group if one.last.waits == "ranks"]
-    if not on_host:
-        return _gpu_stall(scene, group)
     if on_gpu:
         past = [one for one in on_host if one.last.purpose not in _AT_A_BATCH]
         if not past:
@@ -347,12 +346,9 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
         if len(on_gpu) <= len(on_host):
             return _finding(scene, "gpu_awaited", on_gpu, group, steps=_gpu_steps(scene, on_gpu))
         return _branched(scene, "divergence", past, group)
-    calls = _by(group, _call)
-    is_update = [one for one in group if one.last.purpose in _UPDATES]
-    if is_update and all(one in is_update or one.last.is_for_requests for one in group):
-        return _weight_update(scene, group)
     if scene.signs.is_alive:
         return None
+    calls = _by(group, _call)
     if len(calls) > 1:
         few = min(calls.values(), key=len)
         named = few if len(few) == 1 and len(group) > 2 and len(calls) == 2 else []
