@@ -352,22 +352,6 @@ def _received(process: ProcessReport) -> list[str]:
 # -- control requests
 
 
-def control_in(frames: Sequence[str]) -> str | None:
-    """Return the name of the control request that frames, innermost first, are in.
-
-    Returns:
-        Empty where they are in something else, None where they do not reach to where that shows.
-    """
-    names = [found["name"] for frame in frames if (found := _FRAME.match(frame))]
-    if any(map(_PROFILES.fullmatch, names)):
-        return "profile"
-    if _HANDLES_RECEIVED not in names:
-        return "" if any(map(_LOOP.fullmatch, names)) else None
-    dispatched, *inner = (*reversed(names[: names.index(_HANDLES_RECEIVED)]), "")
-    name = next((one for one in inner if one and not _BETWEEN.fullmatch(one)), "") if dispatched == "__call__" else ""
-    return "" if _NO_CONTROL.fullmatch(name) else name
-
-
 def frames_of(process: ProcessReport) -> list[str]:
     """Return the frames of what a process raised, or of its main thread as far as they are known, innermost first."""
     threads = process.samples[-1].threads if process.samples else ()
@@ -378,7 +362,14 @@ def frames_of(process: ProcessReport) -> list[str]:
 def control_of(process: ProcessReport) -> str:
     """Return the control request that a scheduler worked on as it failed or hung; empty where it did on none.
 
-    What it has by now is of its record, which keeps one from where it is received to where a batch or a round begins.
+    Where its frames do not reach to where that shows, what it has by now tells, which is of its record: that keeps one
+    from where it is received to where a batch or a round begins.
     """
-    found = control_in(frames_of(process))
-    return ("" if process.raised_through else process.control) if found is None else found
+    names = [found["name"] for frame in frames_of(process) if (found := _FRAME.match(frame))]
+    if any(map(_PROFILES.fullmatch, names)):
+        return "profile"
+    if _HANDLES_RECEIVED not in names:
+        return "" if process.raised_through or any(map(_LOOP.fullmatch, names)) else process.control
+    dispatched, *inner = (*reversed(names[: names.index(_HANDLES_RECEIVED)]), "")
+    name = next((one for one in inner if one and not _BETWEEN.fullmatch(one)), "") if dispatched == "__call__" else ""
+    return "" if _NO_CONTROL.fullmatch(name) else name
