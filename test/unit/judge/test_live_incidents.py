@@ -23,7 +23,7 @@ LOADING = (
     "__init__ (sglang/srt/managers/scheduler.py:300)",
     SCHEDULER,
 )
-LOADER, TOKENIZER = "load_model (sglang/srt/model_loader/loader.py:1)", "from_pretrained (transformers/x.py:1)"
+TAKES_IN = "handle_generate_request (sglang/srt/managers/scheduler.py:1)"
 FORWARD = ("forward (sglang/srt/models/llama.py:10)", "run_batch (sglang/srt/managers/scheduler.py:2000)", SCHEDULER)
 GLOO = "RuntimeError: [/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7200000ms for recv operation"
 WAITS, WORKS = "all_reduce (torch/distributed/distributed_c10d.py:3000)", "spin (x.py:1)"
@@ -365,9 +365,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     },
     ("poison_request", SUP): {
         "taken in": raised(
-            "TypeError: x",
-            "handle_generate_request (sglang/srt/managers/scheduler.py:1)",
-            "event_loop_normal_disagg_prefill (sglang/srt/disaggregation/prefill.py:1)",
+            "TypeError: x", TAKES_IN, "event_loop_normal_disagg_prefill (sglang/srt/disaggregation/prefill.py:1)"
         ),
         "known": raised(
             "RuntimeError: selected index k out of range",
@@ -386,9 +384,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
             "zmq.error.ZMQError: Resource temporarily unavailable", *FORWARD, **xid(94)
         ),
         "taken in, and a thread too many": raised(
-            "RuntimeError: can't start new thread",
-            "submit (concurrent/futures/thread.py:1)",
-            "handle_generate_request (sglang/srt/managers/scheduler.py:1)",
+            "RuntimeError: can't start new thread", "submit (concurrent/futures/thread.py:1)", TAKES_IN
         ),
         "for the first time": raised("ValueError: x", *FORWARD, suspects=[{"rid": "r1"}]),
         "new, and alone in a server": raised("IndexError: x", *FORWARD, **ONLY_ONE),
@@ -405,7 +401,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
             "TypeError: x",
             *["send (requests/sessions.py:1)"] * 4,
             "__init__ (sglang/srt/disaggregation/mooncake/conn.py:1)",
-            "handle_generate_request (sglang/srt/managers/scheduler.py:1)",
+            TAKES_IN,
         ),
     },
 }
@@ -448,8 +444,7 @@ def test_a_process_that_the_kernel_holds_has_its_command() -> None:
     ],
 )
 def test_the_request_that_is_to_be_blocked_is_named(suspects: list[dict[str, Any]], step: str) -> None:
-    taken_in = "handle_generate_request (sglang/srt/managers/scheduler.py:1)"
-    found = verdict_of(raised("TypeError: x", taken_in, *FORWARD[1:], suspects=suspects))
+    found = verdict_of(raised("TypeError: x", TAKES_IN, *FORWARD[1:], suspects=suspects))
     assert found.next[0] == f"{step} block its like at the gateway"
     assert ("request r7 is suspected most" in found.because) is ("r7" in step)
     # It would end the server again.
