@@ -11,7 +11,7 @@ import pytest
 from sglang_crashkit.model import ALONE, ONLY
 from sglang_crashkit.model.incident import Exit
 from unit.judge.live_incidents import PEOPLE, TP0, TP1, died, hung, incident, killed, raised, verdict_of
-from unit.judge.stack_events import MODEL_ALL_REDUCE
+from unit.judge.stack_events import BROADCAST, MODEL_ALL_REDUCE, TORCH_WRAPPER
 
 OOM = killed(detail="memory.events counts 1 OOM kill(s) more than before", cause="oom_kill")
 REAPED = Exit(None, None, "unknown", "reaped", "t")
@@ -28,11 +28,7 @@ FORWARD = ("forward (sglang/srt/models/llama.py:10)", "run_batch (sglang/srt/man
 GLOO = "RuntimeError: [/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7200000ms for recv operation"
 WAITS, WORKS = "all_reduce (torch/distributed/distributed_c10d.py:3000)", "spin (x.py:1)"
 GATHERS = "all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)"
-RECEIVES = [
-    "broadcast (torch/distributed/distributed_c10d.py:3000)",
-    "broadcast_pyobj (sglang/srt/utils/common.py:1)",
-    "SchedulerRequestReceiver.recv_requests (sglang/srt/managers/scheduler_components/request_receiver.py:1)",
-]
+RECEIVES = [*BROADCAST[:5]]
 CALLED = ["barrier (torch/distributed/distributed_c10d.py:1)", "act (x.py:1)", *RECEIVES[1:]]
 BOTH_WAIT = {TP0: [WAITS], TP1: [WAITS]}
 TIME_LIMIT = {"event": "exception", "pid": PEOPLE[TP0][0], "message": GLOO}
@@ -118,14 +114,10 @@ def at(document: dict[str, Any], trigger: str, event: float) -> dict[str, Any]:
 
 #: What a rank waits in, and what that is for, as stacks have it.
 ALL_REDUCE, BATCH = [*MODEL_ALL_REDUCE[:4]], [*MODEL_ALL_REDUCE[4:]]
-TAKE_IN = [*RECEIVES, "event_loop_overlap (sglang/srt/managers/scheduler.py:1)"]
+TAKE_IN = [*BROADCAST]
 #: In the handler of a signal, within whatever the rank was in.
 HANDLER = ["<module> (<string>:1)", "act (/x/sitecustomize.py:12)"]
-BARRIER = [
-    "barrier (torch/distributed/distributed_c10d.py:1)",
-    "wrapper (torch/distributed/c10d_logger.py:83)",
-    *HANDLER,
-]
+BARRIER = ["barrier (torch/distributed/distributed_c10d.py:1)", TORCH_WRAPPER, *HANDLER]
 LOCK = ["wait (threading.py:300)", "wait (threading.py:600)", *HANDLER]
 JOINS = [
     "_new_process_group_helper (torch/distributed/distributed_c10d.py:1)",
