@@ -17,6 +17,8 @@ from sglang_crashkit.model.sample import Sample
 _ORDER = ("side", "server", "role", "attn_cp", "moe_dp", "dp", "pp", "tp", "ep")
 #: What divides the ranks of tensor parallelism once more, and distinguishes no rank where those are numbered.
 _WITHIN_TP = frozenset({"ep", "attn_cp", "moe_dp"})
+#: A text names at most so many scopes; of the others, how many ranks they have.
+_MAX_SCOPES = 8
 _BY_PREFERENCE = ("tp", "dp", "pp", "ep", "attn_cp", "moe_dp")
 
 #: What tells ranks with the same number apart: names of axes with a place on each, such as ``(("pp", 1),)``.
@@ -96,13 +98,8 @@ class RankSet(set[Rank]):
         scopes = [set(scope) for scope in {rank.scope for rank in self}]
         yield from sorted(set.intersection(*scopes), key=str) if scopes else ()
 
-    def format(self, hide: Collection[tuple[str, int | str]] = (), most: int = 8) -> str:
-        """Return the set in words, such as ``PP0-1 TP0-3, 7``.
-
-        Args:
-            hide: pairs of an axis and a place that go without saying.
-            most: of how many scopes it tells at most; of the others, how many ranks they have.
-        """
+    def format(self, hide: Collection[tuple[str, int | str]] = ()) -> str:
+        """Return the set in words, such as ``PP0-1 TP0-3, 7``, without the pairs of an axis and a place in `hide`."""
         numbers: dict[tuple[Scope, str], list[int]] = {}
         for rank in self:
             numbers.setdefault((rank.scope, rank.axis), []).append(rank.number)
@@ -112,11 +109,11 @@ class RankSet(set[Rank]):
             lines[key] = lines.get(key, 0) + len(its)
         shown = sorted(_join_scopes(lines).items(), key=lambda item: (-item[1], item[0]))
         words = []
-        for (places, axis, text), _count in shown[:most]:
+        for (places, axis, text), _count in shown[:_MAX_SCOPES]:
             told = [f"{name.upper()}{at}" if at[:1].isdigit() and name != "server" else at for name, at in places]
             words.append(" ".join([*told, f"{axis.upper()}{text}" if axis else ""]).strip() or "the only rank")
-        if len(shown) > most:
-            words.append(f"{sum(count for _key, count in shown[most:])} more ranks")
+        if len(shown) > _MAX_SCOPES:
+            words.append(f"{sum(count for _key, count in shown[_MAX_SCOPES:])} more ranks")
         return "; ".join(words) or "no rank"
 
 

@@ -18,6 +18,8 @@ _MAX_LINES_OF_A_FILE = 4
 _MAX_OF_A_CHAIN = 3
 #: No deeper than this does the text move to the right.
 _MAX_INDENTED = 20
+#: After so many lines the text ends with how many entries were left out.
+_MAX_LINES = 400
 
 
 @dataclass(slots=True, eq=False)
@@ -69,15 +71,11 @@ class PrefixTree:
         return {id(node): node.through for node in nodes}
 
 
-def format_tree(tree: PrefixTree, max_lines: int = 400) -> Iterator[str]:
+def format_tree(tree: PrefixTree) -> Iterator[str]:
     """Yield the tree line by line.
 
     A chain of calls in which nothing branches is one entry. Where it branches, the branch of the fewest ranks comes
     first, so that who is elsewhere is seen at once.
-
-    Args:
-        tree: the merged stacks.
-        max_lines: after so many lines it ends with how many entries were left out.
     """
     hide = list(tree.root.through.places())
     waiting = [(child, 0) for child in reversed(_by_rarity(tree.root))]
@@ -93,14 +91,14 @@ def format_tree(tree: PrefixTree, max_lines: int = 400) -> Iterator[str]:
             outer, inner = told[:_MAX_OF_A_CHAIN], told[-_MAX_OF_A_CHAIN:]
             lines_of_chain = [f"{' > '.join(outer)} > ({left_out} more)", f"> {' > '.join(inner)}"]
         for position, text in enumerate(lines_of_chain):
-            if lines >= max_lines:
+            if lines >= _MAX_LINES:
                 yield f"... and {len(waiting) + 1} more branches"
                 return
             lead = f"{words}: " if position == 0 else "    "
             yield f"{indent}{lead}{text}"
             lines += 1
         below = _by_rarity(chain[-1])
-        if below and len(chain[-1].ranks) and lines < max_lines:
+        if below and len(chain[-1].ranks) and lines < _MAX_LINES:
             yield f"{indent}  {chain[-1].ranks.format(hide)}: no further"
             lines += 1
         waiting += [(child, depth + 1) for child in reversed(below)]

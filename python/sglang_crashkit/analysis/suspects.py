@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from sglang_crashkit.model import ALONE, ALONE_AT, IN_LAST, IN_SEVERAL, ONLY, UNANSWERED
-from sglang_crashkit.model.incident import Incident, LastSteps, ProcessReport, Suspect
+from sglang_crashkit.model.incident import Incident, InStep, LastSteps, ProcessReport, Suspect
 from sglang_crashkit.model.sample import FREEZER
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.model.verdict import Level
@@ -310,29 +310,30 @@ def _unfinished(process: ProcessReport) -> list[_Step]:
     """Return the steps that a scheduler had not finished and that hold requests, the one that it was at first."""
     steps = _steps_of(process)
     current = steps.in_step
-    found = [_step(steps, steps.rids.get(current.number) or current.rids, current.size)] if current is not None else []
+    found = [_step(steps, current)] if current is not None else []
     others = (step for step in reversed(steps.last) if current is None or step.number != current.number)
-    found += [_step(steps, _rids_of(steps, step), step.size) for step in others if step.ended is None]
+    found += [_step(steps, step) for step in others if step.ended is None]
     return [step for step in found if step.size]
 
 
 def _last_finished(process: ProcessReport) -> _Step:
     """Return the last step with requests, all of which are finished; an empty one if there is no such step."""
     steps = _steps_of(process)
-    finished = (step for step in reversed(steps.last) if step.ended is not None)
-    told = (_step(steps, _rids_of(steps, step), step.size) for step in finished)
+    told = (_step(steps, step) for step in reversed(steps.last) if step.ended is not None)
     return next((step for step in told if step.size), _Step([], 0))
 
 
-def _step(steps: LastSteps, rids: Sequence[str], size: int) -> _Step:
+def _step(steps: LastSteps, step: Step | InStep) -> _Step:
+    rids = _rids_of(steps, step)
     listed = [rid for rid in dict.fromkeys(rids) if rid not in steps.checks]
     checks = sum(rid in steps.checks for rid in rids)
-    return _Step(listed, max(size - checks, len(listed)))
+    return _Step(listed, max(step.size - checks, len(listed)))
 
 
-def _rids_of(steps: LastSteps, step: Step) -> list[str]:
+def _rids_of(steps: LastSteps, step: Step | InStep) -> list[str]:
     """Return the ids of the requests of a step, as far as they are known."""
-    return steps.rids.get(step.number) or [request.rid for request in step.requests]
+    listed = step.rids if isinstance(step, InStep) else [request.rid for request in step.requests]
+    return steps.rids.get(step.number) or listed
 
 
 def _size(steps: Sequence[_Step]) -> int:
@@ -344,29 +345,11 @@ def _size(steps: Sequence[_Step]) -> int:
 def _received(process: ProcessReport) -> list[str]:
     """Return the requests that a scheduler had received for a step that it did not begin."""
     steps = _steps_of(process)
-    last = steps.last[-1]
-    if steps.in_step is not None and steps.in_step.number == last.number:
-        return steps.rids.get(steps.in_step.number) or steps.in_step.rids
-    return _rids_of(steps, last)
+    last, current = steps.last[-1], steps.in_step
+    return _rids_of(steps, current if current is not None and current.number == last.number else last)
 
 
 # -- control requests
-
-
-def control_in(frames: Sequence[str]) -> str | None:
-    """Return the name of the control request that frames, innermost first, are in.
-
-    Returns:
-        Empty where they are in something else, None where they do not reach to where that shows.
-    """
-    names = [found["name"] for frame in frames if (found := _FRAME.match(frame))]
-    if any(map(_PROFILES.fullmatch, names)):
-        return "profile"
-    if _HANDLES_RECEIVED not in names:
-        return "" if any(map(_LOOP.fullmatch, names)) else None
-    dispatched, *inner = (*reversed(names[: names.index(_HANDLES_RECEIVED)]), "")
-    name = next((one for one in inner if one and not _BETWEEN.fullmatch(one)), "") if dispatched == "__call__" else ""
-    return "" if _NO_CONTROL.fullmatch(name) else name
 
 
 def frames_of(process: ProcessReport) -> list[str]:
@@ -379,7 +362,14 @@ def frames_of(process: ProcessReport) -> list[str]:
 def control_of(process: ProcessReport) -> str:
     """Return the control request that a scheduler worked on as it failed or hung; empty where it did on none.
 
-    What it has by now is of its record, which keeps one from where it is received to where a batch or a round begins.
+    Where its frames do not reach to where that shows, what it has by now tells, which is of its record: that keeps one
+    from where it is received to where a batch or a round begins.
     """
-    found = control_in(frames_of(process))
-    return ("" if process.raised_through else process.control) if found is None else found
+    names = [found["name"] for frame in frames_of(process) if (found := _FRAME.match(frame))]
+    if any(map(_PROFILES.fullmatch, names)):
+        return "profile"
+    if _HANDLES_RECEIVED not in names:
+        return "" if process.raised_through or any(map(_LOOP.fullmatch, names)) else process.control
+    dispatched, *inner = (*reversed(names[: names.index(_HANDLES_RECEIVED)]), "")
+    name = next((one for one in inner if one and not _BETWEEN.fullmatch(one)), "") if dispatched == "__call__" else ""
+    return "" if _NO_CONTROL.fullmatch(name) else name

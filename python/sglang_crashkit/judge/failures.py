@@ -120,11 +120,6 @@ def _rows_of_messages() -> list[_Row]:
     return msgspec.convert(load("messages"), list[_Row])
 
 
-def find_failures(case: Case) -> list[Finding]:
-    """Return what explains a failure in the case."""
-    return [*_Failures(case).find()]
-
-
 def guess(case: Case) -> Finding | None:
     """Return what the first bad line would mean at a start, or that it is bad; None without one, or once it served."""
     bad = (one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical"))
@@ -138,7 +133,9 @@ def guess(case: Case) -> Finding | None:
     )  # fmt: skip
 
 
-class _Failures:
+class Failures:
+    """What explains a failure in a case."""
+
     def __init__(self, case: Case) -> None:
         self._case = case
         work = [one for one in case.events if isinstance(one, Progress) and one.kind in ("prefill", "decode", "answer")]

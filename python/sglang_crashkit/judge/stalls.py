@@ -268,7 +268,8 @@ def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member
     if all(one.last.is_for_requests for one in group) and (is_awake or (is_calm and not scene.signs.is_hang)):
         return None
     updating = [one for one in group if one.last.purpose in _UPDATES and not one.last.is_work]
-    if scene.signs.is_hang and updating and all(one in updating or one.last.is_for_requests for one in group):
+    is_update = updating and all(one in updating or one.last.is_for_requests for one in group)
+    if is_update and (scene.signs.is_hang or all(one.last.waits == "ranks" for one in group)):
         return _weight_update(scene, group)
     waiting = [one for one in group if one.last.waits in ("ranks", "gpu")]
     elsewhere = [one for one in group if one.last.waits not in ("ranks", "gpu")]
@@ -338,8 +339,6 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
     """Return what is said of a group all of which wait for another rank or for their GPU."""
     on_gpu = [one for one in group if one.last.waits == "gpu"]
     on_host = [one for one in group if one.last.waits == "ranks"]
-    if not on_host:
-        return _gpu_stall(scene, group)
     if on_gpu:
         past = [one for one in on_host if one.last.purpose not in _AT_A_BATCH]
         if not past:
@@ -347,11 +346,10 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
         if len(on_gpu) <= len(on_host):
             return _finding(scene, "gpu_awaited", on_gpu, group, steps=_gpu_steps(scene, on_gpu))
         return _branched(scene, "divergence", past, group)
+    if scene.signs.is_alive:
+        return None
     calls = _by(group, _call)
-    is_update = [one for one in group if one.last.purpose in _UPDATES]
-    if is_update and all(one in is_update or one.last.is_for_requests for one in group):
-        return _weight_update(scene, group)
-    if len(calls) > 1 and (scene.signs.is_hang or not scene.signs.is_alive):
+    if len(calls) > 1:
         few = min(calls.values(), key=len)
         named = few if len(few) == 1 and len(group) > 2 and len(calls) == 2 else []
         is_batch = any(one.last.purpose in _AT_A_BATCH for one in group)
@@ -359,8 +357,6 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
         is_requests = any(one.last.is_for_requests and one.last.operation != "barrier" for one in group)
         kind = "rank_divergence" if is_batch and is_requests else None
         return _branched(scene, "different_calls", named, group, kind=kind)
-    if scene.signs.is_alive and not scene.signs.is_hang:
-        return None
     return _symmetric(scene, layout, group)
 
 
@@ -392,7 +388,7 @@ def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
 
 
 def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
-    if not scene.signs.is_hang and scene.signs.is_alive:
+    if scene.signs.is_alive:
         return None
     layout = topology.topology_of(scene.case, group[0].process.side)
     missing = topology.unseen_ranks(layout, (one.process.ranks for one in scene.members))
@@ -475,7 +471,7 @@ def _judge_beside(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     """Return what is said of the front end and the detokenizer, where the ranks are not what hangs."""
     for one in members:
         comes_round = one.is_moving and any(activity.kind == "idle" for activity in one.activities)
-        is_passing = not scene.signs.is_hang and scene.signs.is_alive and (one.is_moving or len(one.frames) < 2)
+        is_passing = scene.signs.is_alive and (one.is_moving or len(one.frames) < 2)
         is_quiet = one.role not in ("tokenizer", "detokenizer") or one.last.kind in ("idle", "unknown", "dead")
         if is_quiet or comes_round or is_passing:
             continue

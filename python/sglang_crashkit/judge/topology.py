@@ -39,14 +39,10 @@ class Topology(msgspec.Struct, kw_only=True):
     @property
     def unseen_nodes(self) -> list[int]:
         """The nodes, counted from 0, of which no rank is seen."""
-        there = {self.node_of(ranks) for ranks in self.seen}
-        return [node for node in range(self.nodes) if node not in there] if self.nodes > 1 else []
-
-    def node_of(self, ranks: Mapping[str, int]) -> int:
-        """Return on which node a rank runs, counted from 0."""
         per_stage = max(self.nodes // self.pp, 1)
         stages, size = max(self.pp // self.nodes, 1), max(self.tp // per_stage, 1)  # of a node
-        return ranks.get("pp", 0) // stages * per_stage + ranks.get("tp", 0) // size
+        there = {one.get("pp", 0) // stages * per_stage + one.get("tp", 0) // size for one in self.seen}
+        return [node for node in range(self.nodes) if node not in there] if self.nodes > 1 else []
 
 
 def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]] | None = None) -> Topology:

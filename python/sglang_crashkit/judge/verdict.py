@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sglang_crashkit.judge.components import component_of
-from sglang_crashkit.judge.failures import find_failures, guess
+from sglang_crashkit.judge.failures import Failures, guess
 from sglang_crashkit.judge.finding import TELLING, Finding, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues
@@ -25,7 +25,7 @@ _VAGUE, _BEFORE_S = frozenset({"exception", "exception_in_sglang", "startup_fail
 def judge(case: Case) -> Verdict:
     """Return the one verdict of a case."""
     stalls = find_stalls(case)
-    findings = [*find_failures(case), *stalls]
+    findings = [*Failures(case).find(), *stalls]
     said = [case.watched.text] if case.watched is not None and case.watched.text else []
     # What failed comes before what is well, a cause before what follows from it, and the first before the others.
     findings.sort(key=lambda one: (one.is_calm, one.is_consequence, one.weight < TELLING, one.where, -one.weight))

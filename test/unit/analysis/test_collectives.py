@@ -169,12 +169,11 @@ def test_nccl_and_gloo_are_one_account_by_sglangs_names() -> None:
     # Only the dumps of gloo know the names, also of the groups of NCCL.
     names = {"4": ("tp", (0, 1)), "5": ("tp", (0, 1))}
     over_nccl = [entry(0, 7, group=("4", "undefined"), state="scheduled")]
-    over_gloo = [entry(0, 3, "broadcast", group=("5", "undefined"), backend="gloo")]
+    over_gloo = [entry(0, 3, "broadcast", group=("5", "undefined"), backend="gloo", state="scheduled")]
     records = []
     for rank, its in ((0, over_nccl), (1, [])):
         records.append(record(rank, its, _4=(0, 1)))
         gloo = document(over_gloo if rank == 0 else [], (0, 1))
-        gloo["entries"] = [one | {"retired": False, "state": "scheduled"} for one in gloo["entries"]][: 1 - rank]
         gloo["pg_config"] |= {
             name: {"name": name, "desc": text, "ranks": str(its)} for name, (text, its) in names.items()
         }

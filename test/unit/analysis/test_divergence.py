@@ -359,7 +359,3 @@ def test_the_first_event_that_differs_is_told(ranks: dict[str, list[str]], words
     assert words in found.statement
     assert found.pids == ((11,) if outliers else tuple(range(10, 10 + len(ranks))))
     assert bool(found.against) == bool(outliers)
-
-
-def test_without_a_word_of_it_there_is_none() -> None:
-    assert disagreement({}) is None

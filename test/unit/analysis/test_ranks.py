@@ -37,4 +37,5 @@ def test_what_goes_without_saying_and_small_scopes_are_left_out() -> None:
     assert ranks.format(hide=[("server", "n1:7")]) == "decode PP1 TP0-1"
     assert list(ranks.places()) == [("pp", 1), ("server", "n1:7"), ("side", "decode")]
     ranks = RankSet(rank for pp in range(20) for rank in tp(*range(pp + 1), scope=scope_of({"pp": pp})))
-    assert ranks.format(most=2) == "PP19 TP0-19; PP18 TP0-18; 171 more ranks"
+    assert ranks.format().startswith("PP19 TP0-19; PP18 TP0-18; ")
+    assert ranks.format().endswith("; PP12 TP0-12; 78 more ranks")

@@ -56,8 +56,8 @@ def test_what_is_the_same_for_all_ranks_is_not_repeated() -> None:
 
 def test_it_ends_with_how_much_was_left_out() -> None:
     tree = PrefixTree()
-    for number in range(50):
-        add(tree, number, "main", f"f{number:02}")
-    lines = list(format_tree(tree, max_lines=10))
-    assert len(lines) == 11
-    assert lines[-1] == "... and 41 more branches"
+    for number in range(500):
+        add(tree, number, "main", f"f{number:03}")
+    lines = list(format_tree(tree))
+    assert len(lines) == 401
+    assert lines[-1] == "... and 101 more branches"

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sglang_crashkit.analysis.suspects import (
-    MAX_SUSPECTS,
-    Asked,
-    control_in,
-    control_of,
-    suspects_of,
-)
+from sglang_crashkit.analysis.suspects import MAX_SUSPECTS, Asked, control_of, suspects_of
 from sglang_crashkit.model import ALONE, IN_SEVERAL, ONLY
 from sglang_crashkit.model.incident import (
     Exit,
@@ -61,17 +55,6 @@ def incident(
     if message:
         made.note(1.0, "exception", pid=7, message=message)
     return made
-
-
-def steps_of(made: Incident) -> LastSteps:
-    assert made.processes[0].steps is not None
-    return made.processes[0].steps
-
-
-def current(made: Incident) -> InStep:
-    in_step = steps_of(made).in_step
-    assert in_step is not None
-    return in_step
 
 
 def told(made: Incident, seen: dict[str, int] | None = None) -> list[tuple[str, str]]:
@@ -168,19 +151,19 @@ def test_of_two_unfinished_steps_the_one_at_hand_counts(
     made = incident("a", last=[LAUNCHED], message=message)
     (rank,) = made.processes
     rank.exit = Exit(None, signal, "signal", "", "") if signal else None
-    current(made).phase = phase
+    made.processes[0].steps.in_step.phase = phase
     found = [(one.rid, one.level, one.reasons[0]) for one in suspects_of(made)[0]]
     assert found == (expected or [(rid, "unknown", IN_SEVERAL) for rid in "abc"])
 
 
 def test_the_older_step_counts_where_its_results_were_read() -> None:
     made = incident("a", message="IndexError: x")
-    steps_of(made).last.append(replace(step(10, "b", "c", ended=False), phase="forward_begun"))
+    made.processes[0].steps.last.append(replace(step(10, "b", "c", ended=False), phase="forward_begun"))
     assert told(made) == [("a", "supported")]
     # Before the next one is made: where the scheduler does not overlap them.
-    steps_of(made).last[-1] = replace(step(10, ended=False), phase="received")
+    made.processes[0].steps.last[-1] = replace(step(10, ended=False), phase="received")
     assert told(made) == [("a", "unknown")]
-    current(made).phase = "forward_done"
+    made.processes[0].steps.in_step.phase = "forward_done"
     assert told(made) == [("a", "supported")]
 
 
@@ -221,9 +204,9 @@ def between(
     (rank,) = made.processes
     rank.role = role
     rank.doing = ["from_schedule_batch (sglang/x.py:1)", "prepare_for_extend (sglang/y.py:2)"] if takes_in else []
-    steps_of(made).last.append(replace(step(10, *received, ended=False), phase="received"))
+    made.processes[0].steps.last.append(replace(step(10, *received, ended=False), phase="received"))
     if received and not batch:
-        steps_of(made).in_step = InStep(10, "", "received", 0.1, len(received), list(received))
+        made.processes[0].steps.in_step = InStep(10, "", "received", 0.1, len(received), list(received))
     made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=unfinished, **journal)
     return made
 
@@ -349,7 +332,7 @@ ORDINARY = {f"r{number}": asks("top_k") for number in range(90)}
 def test_of_a_large_batch_the_unusual_one_is_first(odd: dict[str, Asked], reason: str) -> None:
     asked = ORDINARY | odd
     made = incident(*list(asked)[:64], size=len(asked))
-    steps_of(made).rids = {9: list(asked)}
+    made.processes[0].steps.rids = {9: list(asked)}
     found, left_out = suspects_of(made, None, asked)
     assert (len(found), left_out) == (MAX_SUSPECTS, len(asked) - MAX_SUSPECTS)
     told = {one.rid: " ".join(one.reasons) for one in found}
@@ -362,8 +345,8 @@ def test_judging_a_large_batch_takes_no_square_of_it(unanswered: int) -> None:
     rids = [f"r{number}" for number in range(20_000)]
     asked = {rid: asks(rid, "top_k") for rid in rids}
     made = between(*rids) if unanswered else incident("r0", size=len(rids))
-    steps_of(made).last.insert(0, step(8))
-    steps_of(made).rids = {9: rids}
+    made.processes[0].steps.last.insert(0, step(8))
+    made.processes[0].steps.rids = {9: rids}
     began = time.process_time()
     found, left_out = suspects_of(made, None, asked, [f"w{number}" for number in range(unanswered)])
     assert time.process_time() - began < 4.0
@@ -373,7 +356,7 @@ def test_judging_a_large_batch_takes_no_square_of_it(unanswered: int) -> None:
 def test_of_a_large_batch_the_new_one_is_known() -> None:
     rids = [f"r{number}" for number in range(100)]
     made = incident(*rids[:64], size=100, last=[replace(step(8, *rids[:8]), size=99)])
-    steps_of(made).rids = {8: rids[:99], 9: rids}
+    made.processes[0].steps.rids = {8: rids[:99], 9: rids}
     assert suspects_of(made)[0][0].rid == "r99"
     # The incident itself has the first few.
     (told,) = made.to_json()["processes"]
@@ -456,7 +439,9 @@ UPDATE = [
 
 @pytest.mark.parametrize(("frames", "expected"), FRAMES["control"])
 def test_frames_tell_what_control_request_is_handled(frames: list[str], expected: str | None) -> None:
-    assert control_in(frames) == expected
+    rank = ProcessReport(7, "sglang::scheduler", "scheduler", {}, doing=frames, control="noted")
+    # What is not to be seen, the record tells.
+    assert control_of(rank) == ("noted" if expected is None else expected)
 
 
 @pytest.mark.parametrize(
@@ -474,8 +459,7 @@ def test_frames_tell_what_control_request_is_handled(frames: list[str], expected
     ],
 )
 def test_the_record_tells_where_no_frames_do(raised: list[str], doing: list[str], noted: str, expected: str) -> None:
-    rank = ProcessReport(7, "sglang::scheduler", "scheduler", {}, doing=doing, raised_through=raised)
-    rank.control = noted
+    rank = ProcessReport(7, "sglang::scheduler", "scheduler", {}, doing=doing, raised_through=raised, control=noted)
     assert control_of(rank) == expected
 
 

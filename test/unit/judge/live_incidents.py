@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_crashkit.model.incident import Exit, Failure, Incident, ProcessReport, ServerInfo, Trigger, Verdict
+from sglang_crashkit.judge.verdict import judge
+from sglang_crashkit.model import incident as incidents
+from sglang_crashkit.model.case import case_of
+from sglang_crashkit.model.incident import Exit, Failure, Incident, ProcessReport, ServerInfo, Trigger
+from sglang_crashkit.model.verdict import Verdict
+from sglang_crashkit.sources.incident import events_of
 
 TP0, TP1 = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
 #: By title: pid and role.
@@ -51,7 +56,7 @@ def incident(
         "0", opened, Trigger(trigger, "t", PEOPLE[who][0], who), ServerInfo(1, release, "0", "host"), reports
     )
     failure = Failure(PEOPLE[first][0], first) if first else None
-    found.verdict = Verdict(kind, failure, level, text, [text])  # type: ignore[arg-type]
+    found.verdict = incidents.Verdict(kind, failure, level, text, [text])  # type: ignore[arg-type]
     if error:
         found.note(1.0, "exception", pid=PEOPLE[who][0], title=who, message=error)
     for event in events:
@@ -78,3 +83,10 @@ def hung(first: str | None = None, **fields: Any) -> dict[str, Any]:
 
 def died(signal: str = "SIGKILL", detail: str = "x", first: str = TP1, **fields: Any) -> dict[str, Any]:
     return incident("signal", first, end=killed(signal, detail), **fields)
+
+
+def verdict_of(document: Mapping[str, Any], records: Mapping[int, Mapping[str, Any]] | None = None) -> Verdict:
+    """Return what the judge says of an incident."""
+    environment = document.get("environment")
+    about = environment if isinstance(environment, dict) else {}
+    return judge(case_of(events_of(Incident.of(document), about, records or {})))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,17 @@ from sglang_crashkit.model.event import (
     Stop,
     Watched,
 )
-from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.model.verdict import Verdict
+from sglang_crashkit.sources.incident import frames_in
 
 RAISED = yaml.safe_load((Path(__file__).parent / "raised.yaml").read_text())
 READY = Stage(order=1, at=1.0, name="ready", is_done=True)
 FORWARD = ("forward (sglang/srt/models/llama.py:10)", "run_batch (sglang/srt/managers/scheduler.py:2000)")
 
 
-def frames_of(lines: tuple[str, ...] | list[str]) -> tuple[Frame, ...]:
-    found = (re.fullmatch(r"(.*) \((.*?):(\d+)\)", line) for line in lines)
-    return tuple(Frame(one[1], one[2], int(one[3])) for one in found if one)
-
-
 def raised(text: str, *frames: str, who: str = "TP0", order: int = 5, **fields: Any) -> Raised:
     kind, _, words = text.partition(": ")
-    chain = (Error(type=kind, text=words, frames=frames_of(frames)),)
+    chain = (Error(type=kind, text=words, frames=frames_in(frames)),)
     return Raised(order=order, at=float(order), who=who, chain=chain, **fields)
 
 
@@ -211,15 +205,15 @@ LOOP_FRAME = "event_loop_overlap (sglang/srt/managers/scheduler.py:7)"
 )
 def test_the_frame_nearest_the_error_tells_the_part(frame: str, part: str) -> None:
     # Torch in between tells nothing.
-    frames = frames_of(["_call_impl (torch/nn/modules/module.py:1)", frame, LOOP_FRAME])
+    frames = frames_in(["_call_impl (torch/nn/modules/module.py:1)", frame, LOOP_FRAME])
     assert component_of(frames) == part
     assert way_out(part, {}, is_seen=False) == ""
 
 
 def test_words_tell_a_part_where_no_frame_does() -> None:
-    assert component_of(frames_of(["x (y.py:1)"]), "the mamba cache has no free slot") == "mamba"
+    assert component_of(frames_in(["x (y.py:1)"]), "the mamba cache has no free slot") == "mamba"
     assert component_of(words="the gRPC servicer does not match") == "grpc"
-    assert component_of(frames_of(["x (y.py:1)"]), "nothing of any part") is None
+    assert component_of(frames_in(["x (y.py:1)"]), "nothing of any part") is None
 
 
 def test_a_step_takes_out_only_what_the_arguments_switch_on() -> None:

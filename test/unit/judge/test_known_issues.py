@@ -8,14 +8,11 @@ import pytest
 import yaml
 
 from sglang_crashkit.judge.knowledge import load
-from sglang_crashkit.judge.verdict import judge
-from sglang_crashkit.model.case import case_of
-from sglang_crashkit.model.incident import Incident
-from sglang_crashkit.sources.incident import events_of
-from unit.judge.live_incidents import TP0, TP1, hung, raised
+from unit.judge.live_incidents import TP0, TP1, hung, raised, verdict_of
 
 ISSUES = load("known_issues")
 CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_issues_cases.yaml").read_text())
+BY_ISSUE = {case["issue"]: case for case in CASES}
 ORDINARY: list[list[str]] = yaml.safe_load(Path(__file__).with_name("ordinary_errors.yaml").read_text())
 
 
@@ -28,8 +25,7 @@ def document_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def known(document: dict[str, Any]) -> list[int]:
-    events = events_of(Incident.of(document), document.get("environment") or {}, {})
-    return [one.issue for one in judge(case_of(events)).known_issues]
+    return [one.issue for one in verdict_of(document).known_issues]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["issue"]))
@@ -57,21 +53,19 @@ def test_what_goes_wrong_every_day_is_no_known_issue(error: str, frame: str) -> 
     ],
 )
 def test_an_issue_of_waiting_needs_all_to_wait(doing: list[str], state: str, issues: list[int]) -> None:
-    waits = next(case for case in CASES if case["issue"] == 26921)["frames"]
-    assert known(hung(TP1, doing={TP0: waits, TP1: doing}, state={TP1: state})) == issues
+    assert known(hung(TP1, doing={TP0: BY_ISSUE[26921]["frames"], TP1: doing}, state={TP1: state})) == issues
 
 
 def test_an_issue_of_all_ranks_needs_each_of_them() -> None:
-    case = next(case for case in CASES if case["issue"] == 34582)
+    case = BY_ISSUE[34582]
     waits, more = case["frames"], {"environment": {"command_line": " ".join(case["arguments"])}}
     assert known(hung(doing={TP0: waits, TP1: ["spin (x.py:1)"]}, **more)) == []
 
 
 def test_an_issue_of_waiting_needs_all_nodes_to_be_seen() -> None:
-    waits, spins = (next(case for case in CASES if case["issue"] == issue) for issue in (26921, 35822))
     several = {"arguments": ["--nnodes=2"]}
-    assert known(document_of(waits | several)) == []
-    assert known(document_of(spins | several)) == [35822]
+    assert known(document_of(BY_ISSUE[26921] | several)) == []
+    assert known(document_of(BY_ISSUE[35822] | several)) == [35822]
 
 
 @pytest.mark.parametrize(
@@ -82,14 +76,14 @@ def test_a_hang_in_an_ordinary_place_is_no_known_issue(frame: str) -> None:
 
 
 def test_an_issue_is_unknown_in_a_release_with_its_fix() -> None:
-    case = next(case for case in CASES if case["issue"] == 29516)
+    case = BY_ISSUE[29516]
     assert known(document_of(case | {"release": "0.5.13.post1"})) == [29516]
     assert known(document_of(case | {"release": "0.5.14"})) == []
     assert known(document_of(case | {"release": "0.5.23+crashkit.1"})) == []
 
 
 def test_an_unknown_argument_is_not_taken_for_granted() -> None:
-    case = next(case for case in CASES if case["issue"] == 40729)
+    case = BY_ISSUE[40729]
     assert known(document_of(case)) == [40729]
     assert known(document_of(case | {"arguments": ["--disaggregation-mode", "decode"]})) == []
     resolved = {"enable_hisparse": True, "disaggregation_mode": "decode", "speculative_algorithm": None}

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
-from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.model import ALONE, ONLY
-from sglang_crashkit.model.case import case_of
-from sglang_crashkit.model.incident import Exit, Incident
-from sglang_crashkit.model.verdict import Verdict
-from sglang_crashkit.sources.incident import events_of
-from unit.judge.live_incidents import PEOPLE, TP0, TP1, died, hung, incident, killed, raised
+from sglang_crashkit.model.incident import Exit
+from unit.judge.live_incidents import PEOPLE, TP0, TP1, died, hung, incident, killed, raised, verdict_of
+from unit.judge.stack_events import BROADCAST, MODEL_ALL_REDUCE, TORCH_WRAPPER
 
 OOM = killed(detail="memory.events counts 1 OOM kill(s) more than before", cause="oom_kill")
 REAPED = Exit(None, None, "unknown", "reaped", "t")
@@ -26,16 +23,12 @@ LOADING = (
     "__init__ (sglang/srt/managers/scheduler.py:300)",
     SCHEDULER,
 )
-LOADER, TOKENIZER = "load_model (sglang/srt/model_loader/loader.py:1)", "from_pretrained (transformers/x.py:1)"
+TAKES_IN = "handle_generate_request (sglang/srt/managers/scheduler.py:1)"
 FORWARD = ("forward (sglang/srt/models/llama.py:10)", "run_batch (sglang/srt/managers/scheduler.py:2000)", SCHEDULER)
 GLOO = "RuntimeError: [/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7200000ms for recv operation"
 WAITS, WORKS = "all_reduce (torch/distributed/distributed_c10d.py:3000)", "spin (x.py:1)"
 GATHERS = "all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)"
-RECEIVES = [
-    "broadcast (torch/distributed/distributed_c10d.py:3000)",
-    "broadcast_pyobj (sglang/srt/utils/common.py:1)",
-    "SchedulerRequestReceiver.recv_requests (sglang/srt/managers/scheduler_components/request_receiver.py:1)",
-]
+RECEIVES = [*BROADCAST[:5]]
 CALLED = ["barrier (torch/distributed/distributed_c10d.py:1)", "act (x.py:1)", *RECEIVES[1:]]
 BOTH_WAIT = {TP0: [WAITS], TP1: [WAITS]}
 TIME_LIMIT = {"event": "exception", "pid": PEOPLE[TP0][0], "message": GLOO}
@@ -120,27 +113,11 @@ def at(document: dict[str, Any], trigger: str, event: float) -> dict[str, Any]:
 
 
 #: What a rank waits in, and what that is for, as stacks have it.
-ALL_REDUCE = [
-    "all_reduce (torch/distributed/distributed_c10d.py:3913)",
-    "wrapper (torch/distributed/c10d_logger.py:83)",
-    "all_reduce (sglang/srt/distributed/parallel_state.py:699)",
-    "tensor_model_parallel_all_reduce (sglang/srt/distributed/communication_op.py:23)",
-]
-BATCH = [
-    "forward (sglang/srt/layers/vocab_parallel_embedding.py:500)",
-    "_call_impl (torch/nn/modules/module.py:1794)",
-    "forward (sglang/srt/models/llama.py:300)",
-    "run_batch (sglang/srt/managers/scheduler.py:1)",
-    "event_loop_overlap (sglang/srt/managers/scheduler.py:1)",
-]
-TAKE_IN = [*RECEIVES, "event_loop_overlap (sglang/srt/managers/scheduler.py:1)"]
+ALL_REDUCE, BATCH = [*MODEL_ALL_REDUCE[:4]], [*MODEL_ALL_REDUCE[4:]]
+TAKE_IN = [*BROADCAST]
 #: In the handler of a signal, within whatever the rank was in.
 HANDLER = ["<module> (<string>:1)", "act (/x/sitecustomize.py:12)"]
-BARRIER = [
-    "barrier (torch/distributed/distributed_c10d.py:1)",
-    "wrapper (torch/distributed/c10d_logger.py:83)",
-    *HANDLER,
-]
+BARRIER = ["barrier (torch/distributed/distributed_c10d.py:1)", TORCH_WRAPPER, *HANDLER]
 LOCK = ["wait (threading.py:300)", "wait (threading.py:600)", *HANDLER]
 JOINS = [
     "_new_process_group_helper (torch/distributed/distributed_c10d.py:1)",
@@ -380,9 +357,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     },
     ("poison_request", SUP): {
         "taken in": raised(
-            "TypeError: x",
-            "handle_generate_request (sglang/srt/managers/scheduler.py:1)",
-            "event_loop_normal_disagg_prefill (sglang/srt/disaggregation/prefill.py:1)",
+            "TypeError: x", TAKES_IN, "event_loop_normal_disagg_prefill (sglang/srt/disaggregation/prefill.py:1)"
         ),
         "known": raised(
             "RuntimeError: selected index k out of range",
@@ -401,9 +376,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
             "zmq.error.ZMQError: Resource temporarily unavailable", *FORWARD, **xid(94)
         ),
         "taken in, and a thread too many": raised(
-            "RuntimeError: can't start new thread",
-            "submit (concurrent/futures/thread.py:1)",
-            "handle_generate_request (sglang/srt/managers/scheduler.py:1)",
+            "RuntimeError: can't start new thread", "submit (concurrent/futures/thread.py:1)", TAKES_IN
         ),
         "for the first time": raised("ValueError: x", *FORWARD, suspects=[{"rid": "r1"}]),
         "new, and alone in a server": raised("IndexError: x", *FORWARD, **ONLY_ONE),
@@ -420,17 +393,10 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
             "TypeError: x",
             *["send (requests/sessions.py:1)"] * 4,
             "__init__ (sglang/srt/disaggregation/mooncake/conn.py:1)",
-            "handle_generate_request (sglang/srt/managers/scheduler.py:1)",
+            TAKES_IN,
         ),
     },
 }
-
-
-def verdict_of(document: Mapping[str, Any], records: Mapping[int, Mapping[str, Any]] | None = None) -> Verdict:
-    """Return what the judge says of an incident."""
-    environment = document.get("environment")
-    about = environment if isinstance(environment, dict) else {}
-    return judge(case_of(events_of(Incident.of(document), about, records or {})))
 
 
 @pytest.mark.parametrize(
@@ -470,8 +436,7 @@ def test_a_process_that_the_kernel_holds_has_its_command() -> None:
     ],
 )
 def test_the_request_that_is_to_be_blocked_is_named(suspects: list[dict[str, Any]], step: str) -> None:
-    taken_in = "handle_generate_request (sglang/srt/managers/scheduler.py:1)"
-    found = verdict_of(raised("TypeError: x", taken_in, *FORWARD[1:], suspects=suspects))
+    found = verdict_of(raised("TypeError: x", TAKES_IN, *FORWARD[1:], suspects=suspects))
     assert found.next[0] == f"{step} block its like at the gateway"
     assert ("request r7 is suspected most" in found.because) is ("r7" in step)
     # It would end the server again.

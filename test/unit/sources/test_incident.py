@@ -11,42 +11,28 @@ import pytest
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.verdict import judge
-from sglang_crashkit.model.case import Case, case_of
+from sglang_crashkit.model.case import case_of
 from sglang_crashkit.sources.incident import is_incident, read_incident
 
 DATA = Path(__file__).parents[1] / "incident" / "data"
 
 
-def incident(folder: Path, name: str) -> Path:
-    shutil.copyfile(DATA / f"{name}.json", folder / "incident.json")
-    return folder
-
-
-def case_in(folder: Path, name: str) -> Case:
-    return case_of(read_incident(incident(folder, name)))
-
-
-def test_a_killed_rank_has_its_signal_and_the_other_its_exception(tmp_path: Path) -> None:
-    case = case_in(tmp_path, "killed")
-    assert [one.signal for one in case.processes["TP1"].exits] == ["SIGKILL"]
-    assert [one.error.type for one in case.processes["TP0"].raised] == ["RuntimeError"]
-    assert case.processes["TP0"].last_at >= case.processes["TP1"].exits[0].at
-    assert case.release == "0.5.23"
-    assert case.arguments["tp_size"] == 2
-    assert case.is_started
-
-
-def test_what_the_server_killed_as_it_ended_did_not_fail(tmp_path: Path) -> None:
-    case = case_in(tmp_path, "exception")
-    assert [one.who for one in case.processes.values() if one.exits] == []
-    assert case.processes["TP1"].raised[0].error.text.startswith("Test crash")
-
-
-def test_the_samples_of_a_hang_have_states_and_frames(tmp_path: Path) -> None:
-    case = case_in(tmp_path, "stopped")
-    stacks = case.processes["TP1"].stacks
-    assert {one.sample.state for one in stacks} == {"T"}
-    assert case.processes["TP0"].stacks[0].sample.main_thread is not None
+@pytest.mark.parametrize(
+    ("name", "exits", "headline"),
+    [
+        ("killed", ["TP1"], "TP1 ended by SIGKILL: its memory cgroup counts no OOM kill"),
+        # What the server killed as it ended did not fail.
+        ("exception", [], "TP1 raised RuntimeError in _trigger_crash_for_tests ("),
+        ("stopped", [], "TP1 is stopped (state T, until somebody sends SIGCONT), while TP0 waits in all_reduce in "),
+    ],
+)
+def test_a_real_incident_has_its_verdict(name: str, exits: list[str], headline: str, tmp_path: Path) -> None:
+    shutil.copyfile(DATA / f"{name}.json", tmp_path / "incident.json")
+    case = case_of(read_incident(tmp_path))
+    assert judge(case).headline.startswith(headline)
+    assert [one.who for one in case.processes.values() if one.exits] == exits
+    assert bool(case.processes["TP0"].raised) is (name != "stopped")
+    assert (case.release, case.arguments["tp_size"], case.is_started) == ("0.5.23", 2, True)
 
 
 def test_the_files_of_stacks_have_more_frames_than_the_document(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_traceback_is_read_in_each_form(told: Told, form: str) -> None:
     assert [(frame.function, frame.line) for frame in raised.error.frames] == [("prepare", 20), ("run_batch", 10)]
 
 
-def test_an_exception_of_a_group_is_read(tmp_path: Path) -> None:
+def test_an_exception_of_a_group_is_read(told: Told) -> None:
     async def refuse() -> None:
         raise RuntimeError("the queue is full")
 
@@ -124,16 +124,13 @@ def test_an_exception_of_a_group_is_read(tmp_path: Path) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(refuse())
 
-    path = tmp_path / "server.log"
     try:
         asyncio.run(serve())
     except Exception:  # noqa: BLE001 - a group, which older Pythons do not know by name
-        path.write_text(f"[2026-10-05 08:00:04] ERROR:    Exception in ASGI application\n{traceback.format_exc()}")
-
-    raised = [one.error for one in read([path]) if isinstance(one, Raised)]
-    assert [(one.type, one.text, one.frames[0].function) for one in raised] == [
-        ("RuntimeError", "the queue is full", "refuse")
-    ]
+        text = f"[2026-10-05 08:00:04] ERROR:    Exception in ASGI application\n{traceback.format_exc()}"
+    (raised,) = told(text, Raised)
+    assert (raised.error.type, raised.error.text) == ("RuntimeError", "the queue is full")
+    assert raised.error.frames[0].function == "refuse"
 
 
 RAISED_AFTER_TP6 = """\
@@ -227,15 +224,10 @@ def test_what_a_text_holds(told: Told, text: str, kind: type, fields: tuple[str,
         "Prefill batch, #new-seq: 1, #queue-req: 0, #bootstrap-req: 1, #inflight-req: {}, cuda graph: False",
     ],
 )
-def test_the_number_of_transfers_has_a_time_since_when_it_does_not_fall(tmp_path: Path, batch: str) -> None:
-    path, waits = tmp_path / "pair.log", int("bootstrap" in batch)
-    path.write_text(
-        "".join(
-            f"[2026-10-05 08:00:{at:02d} TP0] {batch.format(count - waits)}\n"
-            for at, count in ((0, 9), (10, 4), (20, 4), (30, 7))
-        )
-    )
-    (progress,) = [one for one in read([path]) if isinstance(one, Progress)]
+def test_the_number_of_transfers_has_a_time_since_when_it_does_not_fall(told: Told, batch: str) -> None:
+    counts, waits = ((0, 9), (10, 4), (20, 4), (30, 7)), int("bootstrap" in batch)
+    lines = (f"[2026-10-05 08:00:{at:02d} TP0] {batch.format(count - waits)}\n" for at, count in counts)
+    (progress,) = told("".join(lines), Progress)
     assert (progress.transfers, progress.last_at - progress.transfers_since) == (7, 20.0)
 
 
@@ -257,11 +249,10 @@ def test_a_line_without_a_time_has_that_of_the_batch_before_it(told: Told) -> No
         "srun: error: node-1: task 0: Exited with exit code 137",
     ],
 )
-def test_a_program_without_times_is_as_late_as_the_lines_around_it(tmp_path: Path, later: str) -> None:
-    path = tmp_path / "job.log"
+def test_a_program_without_times_is_as_late_as_the_lines_around_it(told: Told, later: str) -> None:
     task = "0: {}" if later.startswith("srun") else "(Engine pid=77) {}"
-    path.write_text("".join(task.format(line) + "\n" for line in LOG.splitlines()) + later + "\n")
-    events = list(case_of(read([path])).events)
+    lines = (task.format(line) + "\n" for line in LOG.splitlines())
+    events = case_of(told(f"{''.join(lines)}{later}\n")).events
     (raised,) = [one for one in events if isinstance(one, Raised) and one.error.text == "twice"]
     last = max(events, key=lambda one: one.order)
     assert last.place > raised.place
@@ -341,9 +332,9 @@ REQUEST = "[2026-10-05 08:00:02] {}: obj=GenerateReqInput(rid='a1', text='{}', s
         "server_args=ServerArgs(tp_size=64, nnodes=8)",
     ],
 )
-def test_what_users_and_the_model_say_is_no_evidence(tmp_path: Path, head: str, words: str) -> None:
-    (tmp_path / "server.log").write_text(LOG.partition("[2026-10-05 08:00:02")[0] + REQUEST.format(head, words))
-    events = [one for one in read([tmp_path / "server.log"]) if not isinstance(one, Progress)]
+def test_what_users_and_the_model_say_is_no_evidence(told: Told, head: str, words: str) -> None:
+    text = LOG.partition("[2026-10-05 08:00:02")[0] + REQUEST.format(head, words)
+    events = [one for one in told(text) if not isinstance(one, Progress)]
     assert [type(one) for one in events] in ([], [Line])
     assert not any(words[:12] in one.text for one in events)
 
@@ -390,13 +381,8 @@ def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(told: Told) -
 
 
 def test_a_time_in_front_of_all_does_not_hide_the_carrier_behind_it(told: Told) -> None:
-    assert {
-        one.side
-        for one in case_of(
-            told("".join(f"2026-10-05T08:00:09Z decode-1  | {line}\n" for line in LOG.splitlines()))
-        ).processes.values()
-        if one.who
-    } == {"decode"}
+    case = case_of(told("".join(f"2026-10-05T08:00:09Z decode-1  | {line}\n" for line in LOG.splitlines())))
+    assert {one.side for one in case.processes.values() if one.who} == {"decode"}
 
 
 def test_a_dump_of_the_flight_recorder_tells_the_last_collectives(tmp_path: Path) -> None:
@@ -436,33 +422,26 @@ Current thread 0x0000726fb547b1c0 (most recent call first):
 
 @pytest.mark.parametrize(("lines_cut", "fatal"), [(0, "Segmentation fault"), (2, "a signal"), (3, "a signal")])
 def test_a_dump_of_faulthandler_without_its_head_is_of_a_process_that_died(
-    tmp_path: Path, lines_cut: int, fatal: str
+    told: Told, lines_cut: int, fatal: str
 ) -> None:
-    path = tmp_path / "stderr.txt"
-    path.write_text("".join(DUMP.splitlines(keepends=True)[lines_cut:]))
-    (found,) = [one for one in read([path]) if isinstance(one, Stack)]
+    text = "".join(DUMP.splitlines(keepends=True)[lines_cut:])
+    (found,) = told(text, Stack)
     assert (found.fatal, found.is_cut) == (fatal, lines_cut > 0)
     assert [frame.function for frame in found.sample.threads[0].frames] == ["load_weights", "run_scheduler_process"]
     # In the midst of a log somebody asked for it.
-    path.write_text("a line\n" + path.read_text())
-    (found,) = [one for one in read([path]) if isinstance(one, Stack)]
+    (found,) = told(f"a line\n{text}", Stack)
     assert found.fatal == (fatal if lines_cut == 0 else "")
 
 
-def test_what_failed_or_is_advised_is_no_stage_and_a_traceback_may_lack_its_files(tmp_path: Path) -> None:
-    path = tmp_path / "server.log"
-    path.write_text("Exception: Capture cuda graph failed: nvcc is too old\n3. disable torch compile by not using it\n")
-    (raised,) = [one for one in read([path]) if not isinstance(one, Line)]
+def test_what_failed_or_is_advised_is_no_stage_and_a_traceback_may_lack_its_files(told: Told) -> None:
+    text = "Exception: Capture cuda graph failed: nvcc is too old\n3. disable torch compile by not using it\n"
+    (raised,) = [one for one in told(text) if not isinstance(one, Line)]
     assert isinstance(raised, Raised)
     assert raised.error.type == "Exception"
-    path.write_text("Traceback (most recent call last):\n    pool.get(\nTypeError: get() takes no argument\n")
-    (raised,) = [one for one in read([path]) if isinstance(one, Raised)]
+    (raised,) = told("Traceback (most recent call last):\n    pool.get(\nTypeError: get() takes no argument\n", Raised)
     assert raised.error.text == "get() takes no argument"
 
 
 def test_a_page_of_metrics_shows_a_server_at_work(told: Told) -> None:
-    progress = {
-        one.kind: one.queued
-        for one in told('sglang:gen_throughput{tp_rank="0"} 0.84\nsglang:num_queue_reqs{tp_rank="0"} 3\n', Progress)
-    }
-    assert progress == {"decode": 0, "load": 3}
+    found = told('sglang:gen_throughput{tp_rank="0"} 0.84\nsglang:num_queue_reqs{tp_rank="0"} 3\n', Progress)
+    assert {one.kind: one.queued for one in found} == {"decode": 0, "load": 3}

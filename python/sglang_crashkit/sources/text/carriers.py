@@ -75,15 +75,11 @@ class Carrier:
         self._is_srun = sum(bool(_TASK.match(line)) for line in plain) >= enough
         self._is_quoted = sum(line.startswith(">") for line in plain) >= enough
 
-    @staticmethod
-    def _bare(line: str) -> str:
-        line = line[:MAX_LINE].rstrip("\r\n")
-        line = line.rstrip(" │") if line.endswith("│") else line
-        return _ESCAPES.sub("", line) if "\x1b" in line else line
-
     def strip(self, line: str) -> Carried:
         """Return a line without its carriers."""
-        text, at, stream, program = self._bare(line), 0.0, "", ""
+        line = line[:MAX_LINE].rstrip("\r\n")
+        line = line.rstrip(" │") if line.endswith("│") else line
+        text, at, stream, program = _ESCAPES.sub("", line) if "\x1b" in line else line, 0.0, "", ""
         if self._is_quoted and (match := _QUOTE.match(text)):
             text = text[match.end() :]
         for _ in range(4):

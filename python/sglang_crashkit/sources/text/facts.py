@@ -40,12 +40,15 @@ _BY_WORD: dict[str, LineLevel] = {"DEBUG": "debug", "INFO": "info", "WARN": "war
 ACCESS = re.compile(r'"(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (\S{1,300}) HTTP/[\d.]+" (\d{3})')
 
 
-def _compiled(*rows: tuple[str, bool, str]) -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
+_Rows = tuple[tuple[str, bool, re.Pattern[str]], ...]
+
+
+def _compiled(*rows: tuple[str, bool, str]) -> _Rows:
     return tuple((name, is_done, re.compile(pattern)) for name, is_done, pattern in rows)
 
 
 _GRAPHS = r"Capture (?:\w{1,30} ){0,4}(?:cuda |piecewise )?graph "
-_STAGES = _compiled(
+STAGES = _compiled(
     ("ready", True, r"(?<!['\"])(?:fired up and )?ready to roll\b(?!')|\b(?:healthy|ready) after \d+ ?s"),
     ("ready", True, r"Serving Benchmark Result"),
     ("distributed", False, r"Init torch distributed begin|initializing distributed|rendezvous"),
@@ -62,7 +65,7 @@ _STAGES = _compiled(
     ("router", False, r"Starting router|Router starting"),
     ("http", True, r"Application startup complete|Uvicorn running on"),
 )
-_STOPS = _compiled(
+STOPS = _compiled(
     ("signal", True, r"Finished server process|SIGTERM.{0,60}(?:exit|finished)|All requests (?:are )?drained"),
     ("signal", True, r"Gracefully exiting\.{3} Remaining number of requests 0\b"),
     ("signal", False, r"(?:received|got|caught|handling) (?:signal )?(?:SIGTERM|SIGINT|15\b)|SIG(?:TERM|INT) received"),
@@ -119,16 +122,9 @@ def level_of(text: str) -> LineLevel:
     return next((level for level, pattern in _LEVELS if pattern.search(text)), "info")
 
 
-def stage_of(text: str) -> tuple[str, bool] | None:
-    """Return the stage of a start that a line tells, and whether it is done."""
-    text = text[:400]
-    return next(((name, is_done) for name, is_done, pattern in _STAGES if pattern.search(text)), None)
-
-
-def stop_of(text: str) -> tuple[str, bool] | None:
-    """Return who asked the server to end by this line, and whether it has ended."""
-    text = text[:600]
-    return next(((by, is_end) for by, is_end, pattern in _STOPS if pattern.search(text)), None)
+def row_of(rows: _Rows, text: str) -> tuple[str, bool] | None:
+    """Return which of `STAGES`, or of `STOPS` (who asked the server to end), a line tells, and whether it is done."""
+    return next(((name, is_done) for name, is_done, pattern in rows if pattern.search(text)), None)
 
 
 def exit_of(text: str) -> tuple[int | None, str] | None:
@@ -136,15 +132,8 @@ def exit_of(text: str) -> tuple[int | None, str] | None:
     match = _CODE.search(text[:1000])
     if match is None:
         return None
-    if (
-        found := match["shell"]
-        or match["killed"]
-        or match["aborted"]
-        or match["bus"]
-        or match["caught"]
-        or match["segv"]
-    ):
-        return None, _SIGNALS[found]
+    if found := next((_SIGNALS[one] for one in match.groups() if one in _SIGNALS), ""):
+        return None, found
     if named := match["signal"] or match["by"]:
         return (None, named) if named.startswith("SIG") else (None, signal_name(int(named)))
     if match["name"] and match["name"] != "FAILURE":

@@ -600,10 +600,11 @@ class _File:
             add(GpuKernel, exception=": ".join(found.groups()), text=text[:400])
         elif kernel := _CUDA_KERNEL.match(text):
             add(GpuKernel, who="", device=int(kernel[1]), name=kernel[2][:400], text=text[:400])
-        if (stop := facts.stop_of(text)) is not None and not (stop[0] == "systemd" and program not in ("systemd", "")):
+        stop = facts.row_of(facts.STOPS, text[:600])
+        if stop is not None and not (stop[0] == "systemd" and program not in ("systemd", "")):
             add(Stop, by=stop[0], is_end=stop[1], text=text[:400])
         # What failed, or what somebody is told to try, is no stage.
-        if not bare and text[1:2] != "." and (stage := facts.stage_of(text)) is not None:
+        if not bare and text[1:2] != "." and (stage := facts.row_of(facts.STAGES, text[:400])) is not None:
             add(Stage, name=stage[0], is_done=stage[1], text=text[:200])
         if (ended := facts.exit_of(text)) is not None and ended != (0, ""):
             # The line before may say whose it is.
@@ -734,6 +735,5 @@ def _side_said(events: Sequence[AnyEvent]) -> str:
 
 
 def _side_in(name: str) -> str:
-    name = name.lower()
-    is_prefill, is_decode = "prefill" in name, "decode" in name
-    return "prefill" if is_prefill and not is_decode else "decode" if is_decode and not is_prefill else ""
+    found = [side for side in ("prefill", "decode") if side in name.lower()]
+    return found[0] if len(found) == 1 else ""

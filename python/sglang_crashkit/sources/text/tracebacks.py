@@ -149,11 +149,8 @@ class Traceback:
             # An assertion without words still says what it asserts.
             said = self.text or ([self.asserted] if self.type == "AssertionError" else [])
             text = "\n".join(said).strip()[:_MAX_TEXT]
-            self.errors = [
-                *self.errors,
-                Error(type=self.type, text=text, frames=tuple(reversed(self.frames)), code=self.code),
-            ]
-            self.errors = self.errors[-_MAX_CHAIN:]
+            error = Error(type=self.type, text=text, frames=tuple(reversed(self.frames)), code=self.code)
+            self.errors = [*self.errors, error][-_MAX_CHAIN:]
         self.frames, self.type, self.text, self.blank, self.code = [], "", [], 0, ""
 
     def chain(self) -> tuple[Error, ...]:
