@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from sglang_crashkit.model.event import AnyEvent, Container, Gpu
+from sglang_crashkit.model.event import Container, Event, Gpu
 
 _POD_NAME = re.compile(r"Name: +(\S{1,200})$")
 #: Of a pod as a whole, as where its node evicted it.
@@ -47,7 +47,7 @@ def is_description(lines: Sequence[str]) -> bool:
     return known >= 2 or any(_EVENTS.match(line) for line in lines)
 
 
-def containers_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+def containers_of(lines: Sequence[str]) -> Iterator[Event]:
     """Yield what ``kubectl describe pod`` says of each pod: its last end, how often it was restarted, its events."""
     told, section = Container(), ""
     for line in lines:
@@ -78,7 +78,7 @@ def _noted(told: Container, note: str) -> Container:
     return replace(told, notes=(*told.notes, note)[:50])
 
 
-def pods_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+def pods_of(lines: Sequence[str]) -> Iterator[Event]:
     """Yield the rows of ``kubectl get pods``."""
     for line in lines:
         if match := _ROW.match(line):
@@ -90,7 +90,7 @@ def is_inspection(head: bytes) -> bool:
     return _INSPECTED.match(head) is not None and b'"OOMKilled"' in head
 
 
-def inspected(data: bytes) -> Iterator[AnyEvent]:
+def inspected(data: bytes) -> Iterator[Event]:
     """Yield each container that ``docker inspect`` prints.
 
     Raises:
@@ -130,7 +130,7 @@ def is_query(lines: Sequence[str]) -> bool:
     return any(_QUERY.match(line) for line in lines[:20])
 
 
-def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+def queried_gpus_of(lines: Sequence[str]) -> Iterator[Event]:
     """Yield the GPUs of ``nvidia-smi --query-gpu --format=csv``, of several samples the last."""
     found, names = dict[int, Gpu](), list[str]()
     for line in lines:
@@ -154,7 +154,7 @@ def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
     yield from found.values()
 
 
-def gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+def gpus_of(lines: Sequence[str]) -> Iterator[Event]:
     """Yield the GPUs in a table of ``nvidia-smi``."""
     driver, head = "", None
     for line in lines:
