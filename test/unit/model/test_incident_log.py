@@ -15,9 +15,8 @@ from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.model.incident_log import IncidentLog, reduce
-from unit.support.stored import make_incident
+from unit.support.stored import DATA, make_incident
 
-DATA = Path(__file__).parents[1] / "incident" / "data"
 REAL = [json.loads(path.read_text()) for path in sorted(DATA.glob("*.json"))]
 
 
