@@ -28,6 +28,11 @@ def start_beating(start_server: Start, **options: Any) -> Server:
     return server
 
 
+def hush(server: Server, *names: str) -> None:
+    for name in names:
+        assert server.ask(f"tell {name} hush") == "silent"
+
+
 def finished(server: Server, count: int) -> list[StoredIncident]:
     """Wait for so many incidents and return them, oldest first."""
 
@@ -182,8 +187,7 @@ def test_what_holds_a_rank_is_said(
 
 def test_a_hang_is_told_in_the_servers_own_log(start_server: Start, capfd: pytest.CaptureFixture[str]) -> None:
     server = start_beating(start_server)
-    for name in RANKS:
-        assert server.ask(f"tell {name} hush") == "silent"
+    hush(server, *RANKS)
     (stored,) = finished(server, 1)
     line = said_with(capfd, f"Incident: {stored.path}")
     assert line.startswith("crash kit: ")
@@ -248,16 +252,6 @@ def test_what_compiles_is_busy_and_its_incident_is_withdrawn(
 UNHEALTHY_SECS, HEALTHY_SECS = 2.0, 5.0
 
 
-def stop(server: Server, *names: str) -> None:
-    for name in names:
-        server.kill(name, signal.SIGSTOP)
-
-
-def hush(server: Server, *names: str) -> None:
-    for name in names:
-        assert server.ask(f"tell {name} hush") == "silent"
-
-
 def wait_for(seconds: float) -> None:
     threading.Event().wait(seconds + 0.2)
 
@@ -314,7 +308,7 @@ def test_nobody_is_named_where_all_go_on(start_server: Start) -> None:
 def hang_at_sigterm(start_server: Start) -> tuple[Server, StoredIncident]:
     """Return a server with a stopped rank that was asked to end, and its incident."""
     server = start_beating(start_server, environ={})
-    stop(server, "scheduler_TP1")
+    server.kill("scheduler_TP1", signal.SIGSTOP)
     hush(server, "scheduler_TP0")
     wait_for(HEALTHY_SECS)
     server.ask("draining healthy")
