@@ -31,7 +31,6 @@ from sglang_crashkit.model.event import (
     Stage,
     Stop,
     Suspect,
-    Unread,
     Watched,
 )
 
@@ -48,7 +47,6 @@ _OF_PROCESS |= {Progress: "progress"}
 _OF_CASE: dict[type, str] = {
     **{Arguments: "servers", Kernel: "kernel", Container: "containers", Gpu: "gpus", Collective: "collectives"},
     **{GpuKernel: "gpu_kernels", Stop: "stops", Compared: "compared", Suspect: "suspects", Dumped: "dumped"},
-    Unread: "unread",
 }
 
 
@@ -90,7 +88,6 @@ class Case(msgspec.Struct, kw_only=True):
     compared: list[Compared] = []
     suspects: list[Suspect] = []
     dumped: list[Dumped] = []
-    unread: list[Unread] = []
     ready_at: float | None = None  # when it was ready, 0.0 where that has no time; None where it was not seen to be
     first_at: float = 0.0
     last_at: float = 0.0

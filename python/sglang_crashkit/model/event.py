@@ -170,7 +170,6 @@ class Gpu(Event, frozen=True, kw_only=True):
     watts: float = -1.0  # what it draws, and its limit; -1 where they are not known
     most_watts: float = -1.0
     faults: str = ""  # uncorrectable errors, ``ERR!``, ``Unknown Error`` …
-    driver: str = ""
 
     @property
     def is_waiting(self) -> bool:
