@@ -72,9 +72,7 @@ class Raised(Event, frozen=True, kw_only=True):
     chain: tuple[Error, ...]  # the one that arrived first, then its cause, and so on
     said: str = ""  # the line that introduces it: ``Scheduler hit an exception:``; empty without one
     thread: str = ""  # the thread where it is not the main one: ``Thread-5 (transfer_worker)``
-    level: LineLevel = ""  # of the line that introduces it
     is_cut: bool = False  # its head is not there, and with it who raised it and where that was called from
-    count: int = 1
 
     @property
     def error(self) -> Error:
@@ -86,7 +84,6 @@ class Stack(Event, frozen=True, kw_only=True):
     """What a process did at a moment."""
 
     sample: Sample
-    by: str = ""  # what printed it: ``py-spy``, ``faulthandler``, ``gdb``, ``cuda-gdb``, ``watchdog``
     fatal: str = ""  # of faulthandler: ``Segmentation fault``, where the stack is that of a process that died
     is_cut: bool = False  # its head is not there, and with it the signal's name
 
@@ -108,7 +105,6 @@ class Exit(Event, frozen=True, kw_only=True):
 
     code: int | None = None
     signal: str = ""  # ``SIGKILL``
-    reason: str = ""  # as the source has it: ``OOMKilled``
     text: str = ""
     is_seen: bool = False  # the crash handler has it from the kernel, and nothing else explains it
 

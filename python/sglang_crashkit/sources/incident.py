@@ -171,7 +171,7 @@ class _Incident:
                 if "helper" not in (one.role, sample.role):
                     # A process that its cgroup freezes sleeps; the function of the kernel's tells it from others.
                     sample = replace(sample, wchan=sample.wchan or str((one.state or {}).get("wchan") or ""))
-                    yield Stack(at=sample.time or self._opened, who=name_of(one), sample=sample, by="crash handler")
+                    yield Stack(at=sample.time or self._opened, who=name_of(one), sample=sample)
 
     def _arguments(self) -> Arguments:
         about = self._incident.surroundings

@@ -189,7 +189,7 @@ def read(
 def _pyspy_stacks(data: bytes) -> Iterator[Stack]:
     threads = parse_pyspy(data.decode(errors="replace"))
     main = next((one for one in threads if one.name == "MainThread"), threads[0])
-    yield Stack(sample=Sample(pid=main.native_id or 0, threads=threads), by="py-spy")
+    yield Stack(sample=Sample(pid=main.native_id or 0, threads=threads))
 
 
 def _files(path: Path, met: list[CrashkitError], *, is_named: bool) -> Iterator[tuple[Path, bool]]:
@@ -515,7 +515,7 @@ class _File:
                 who = facts.subject_of(said) if said.startswith("Process ") else ""
                 alone = (_WITHOUT_A_NAME[one.function] for one in chain[0].frames if one.function in _WITHOUT_A_NAME)
                 raised = Raised(
-                    order=order, at=at, who=next(alone, who) or stream.who, chain=chain, said=said, level="error",
+                    order=order, at=at, who=next(alone, who) or stream.who, chain=chain, said=said,
                     thread=stream.thread, is_cut=stream.traceback.is_cut, source=source,
                 )  # fmt: skip
                 self._add(key, raised)
@@ -530,7 +530,7 @@ class _File:
                 names = stream.names | {one[1] for one in self.batches if one[0] == key and one[1]}
                 near = "" if block.fatal and len(names) > 1 else stream.who
                 for who in told or [stacks.who_of(sample.title) or stream.headed or near]:
-                    found = Stack(order=order, at=at, who=who, sample=sample, by=block.by, source=source)
+                    found = Stack(order=order, at=at, who=who, sample=sample, source=source)
                     self._add(key, msgspec.structs.replace(found, fatal=block.fatal, is_cut=block.is_cut))
 
     def _kernel(self, carried: Carried, key: str, stream: _Stream) -> None:
@@ -573,7 +573,7 @@ class _File:
         if "sglang::" in text and (listed := _LISTED.match(text)):
             # A line of ps.
             sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"])
-            add(Stack, who=stacks.who_of(listed["title"]), sample=sample, by="ps")
+            add(Stack, who=stacks.who_of(listed["title"]), sample=sample)
             return
         if match := _PROCESS.match(text):
             stream.who, stream.said = stacks.who_of(match[1]) or stream.who, text
@@ -585,7 +585,7 @@ class _File:
             who = f"TP{rank[1]}"
         level = facts.level_of(text)
         if (bare := tracebacks.bare_exception(text)) and level != "info":
-            raised = make(Raised, chain=(Error(type=bare[0], text=bare[1][:_MAX_MESSAGE]),), level=level)
+            raised = make(Raised, chain=(Error(type=bare[0], text=bare[1][:_MAX_MESSAGE]),))
             stream.more = stream.more if is_own else []
             (self.raised if is_own else self.bare).append((key, raised, stream.more))
         if work := _WORK.search(text):
