@@ -27,6 +27,8 @@ def test_an_exception_that_sglang_catches_is_an_incident_of_a_server_that_goes_o
     server = start_server()
     server.say("tell scheduler_TP1 catch no such page")
     server.say("tell scheduler_TP1 catch reset by peer")
+    # Otherwise which rank is first is chance.
+    wait_until(server.incidents, "the incident of the first one is open")
     server.say("tell scheduler_TP0 catch no such page")
     words = "raised ValueError: no such page, which SGLang caught; it serves on."
     _document, printed = observed(server, "exception", words)
