@@ -41,7 +41,7 @@ from sglang_crashkit.kernel.titles import NEEDED
 from sglang_crashkit.memory.ring import RingError
 from sglang_crashkit.memory.steps import NAME, StepReader
 from sglang_crashkit.model.case import Case, case_of
-from sglang_crashkit.model.event import AnyEvent, Arguments, Compared, Stack
+from sglang_crashkit.model.event import Arguments, Compared, Event, Stack
 from sglang_crashkit.model.incident import Divergence, iso_time
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
@@ -151,7 +151,7 @@ class Collection:
         """Return what the judge says of the snapshots, of all processes or of those with these pids; and the case."""
         some = [one.process for one in self.collected if pids is None or one.process.pid in pids]
         lines = {" ".join(("sglang.launch_server", *process.server_arguments)) for process in some}
-        known: list[AnyEvent] = [Arguments(values=values) for line in sorted(lines) if (values := arguments_of(line))]
+        known: list[Event] = [Arguments(values=values) for line in sorted(lines) if (values := arguments_of(line))]
         if (found := self.divergence) and found.is_one:
             known.append(Compared(kind="divergence", level=found.level, text=found.statement))
         rounds = self.rounds
@@ -330,7 +330,7 @@ def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
     return ()
 
 
-def judged(rounds: Sequence[NodeSnapshot], known: Iterable[AnyEvent] = ()) -> tuple[Verdict, Case]:
+def judged(rounds: Sequence[NodeSnapshot], known: Iterable[Event] = ()) -> tuple[Verdict, Case]:
     """Return the verdict on the snapshots of all hosts and what else is known, and the case that it is of."""
     events = [*known, *_stacks(rounds)]
     case = case_of(msgspec.structs.replace(one, order=order) for order, one in enumerate(events))

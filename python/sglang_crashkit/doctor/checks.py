@@ -24,7 +24,7 @@ from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.exit_status import termination_log
-from sglang_crashkit.incident.retention import limits_on, size_of
+from sglang_crashkit.incident.retention import limits_on, size_of, space_of
 from sglang_crashkit.kernel import procfs, shared_memory
 from sglang_crashkit.kernel.discovery import FoundProcess, value_of
 from sglang_crashkit.kernel.forked import call_within
@@ -193,10 +193,8 @@ def look_at_folder(path: Path, limits: DiskLimits) -> Iterator[Result]:
         # More than a block: a full disk takes an empty file.
         (Path(trial) / "trial").write_bytes(bytes(1 << 16))
     kind = "".join(run_tool(["df", "--output=fstype", str(there)], _TOOL_SECS).text.split()[-1:])
-    space, (max_use, keep_free) = os.statvfs(there), limits_on(there, limits)
-    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    (total, free), (max_use, keep_free) = space_of(there), limits_on(there, limits)
     needed = min(limits.max_incident, max_use)
-    used = size_of(path)
     words = f"{path} ({kind or 'unknown'}), {_size(free)} of {_size(total)} free"
     if free < max(needed // 16, _LEAST_INCIDENT):
         yield Result(False, f"{words}: an incident has no room", f"du -xsh {quoted}")
@@ -204,7 +202,7 @@ def look_at_folder(path: Path, limits: DiskLimits) -> Iterator[Result]:
         lost = f"SGLANG_CRASHKIT_KEEP_FREE_MB ({_size(keep_free)}) leaves less than one incident may take"
         yield Result(None, f"{words}: {lost}", f"du -xsh {quoted}")
     else:
-        yield Result(True, f"{words}; incidents take {_size(used)} of {_size(max_use)}")
+        yield Result(True, f"{words}; incidents take {_size(size_of(path))} of {_size(max_use)}")
     if kind in ("tmpfs", "ramfs", "overlay", "aufs") and path != fallback_folder():
         yield Result(None, f"it is on {kind}: incidents are gone with the container or the machine", _ON_DISK)
 
@@ -212,11 +210,10 @@ def look_at_folder(path: Path, limits: DiskLimits) -> Iterator[Result]:
 def _shared_memory(_target: Target) -> Iterator[Result]:
     folder = shared_memory.FOLDER
     try:
-        space, left = os.statvfs(folder), shared_memory.of_gone()
+        (total, free), left = space_of(folder), shared_memory.of_gone()
     except OSError:
         yield Result(None, f"{folder} is not there: NCCL and the tokenizers need it", _MORE_SHM)
         return
-    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     words, is_short = f"{folder}: {_size(free)} of {_size(total)} free", total <= _DOCKER_SHM or free < total // 10
     lost = ": a rank that finds no room there dies of SIGBUS"
     yield Result(None, words + lost, _MORE_SHM) if is_short else Result(True, words)

@@ -19,6 +19,7 @@ import msgspec
 
 from sglang_crashkit.analysis.ranks import groups_of, name_some, rank_at
 from sglang_crashkit.kernel.private_files import read_json, read_regular
+from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.incident import Cause, Failure, FailureEvent, Incident, ProcessReport, Verdict
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample
@@ -508,8 +509,6 @@ def _paths(incident: Incident, kind: str) -> dict[int, str]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        document = read_json(path, _MAX_BYTES)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return mapping_of(read_json(path, _MAX_BYTES))
+    return {}

@@ -214,7 +214,7 @@ def read_marker(spool: Path) -> Marker | None:
     return lenient.read(told | {"touched": touched}, Marker) if told.get("server") else None
 
 
-def incident_of(marker: Marker, incident_id: str, kernel_log: str = KERNEL_LOG) -> Incident:
+def incident_of(marker: Marker, incident_id: str) -> Incident:
     """Return the incident of a server that is gone with its crash handler, which is not judged."""
     server, now = marker.server, time.time()
     since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -234,7 +234,7 @@ def incident_of(marker: Marker, incident_id: str, kernel_log: str = KERNEL_LOG) 
         incident.remarks.append(f"It had been asked to end (SIGTERM) at {asked}, {secs:.0f} s or more before.")
     if is_same_boot:
         incident.remarks.append("The machine has run on since.")
-        incident.remarks += [*_counted(marker), *_of_kernel(marker.touched - TOUCH_SECS, kernel_log)]
+        incident.remarks += [*_counted(marker), *_of_kernel(marker.touched - TOUCH_SECS)]
     else:
         incident.remarks.append(f"The machine was started anew at {iso_time(now - since_boot)}.")
     return incident
@@ -255,11 +255,11 @@ def _counted(marker: Marker) -> Iterator[str]:
         yield "No count of its cgroup could be read."
 
 
-def _of_kernel(since: float, path: str) -> Iterator[str]:
+def _of_kernel(since: float) -> Iterator[str]:
     try:
-        lines = [text for _seconds, text in islice(lines_since(since, path), _MAX_READ) if _TELLING.search(text)]
+        lines = [text for _seconds, text in islice(lines_since(since, KERNEL_LOG), _MAX_READ) if _TELLING.search(text)]
     except OSError as error:
-        yield f"The kernel's log cannot be read here ({path}: {error.strerror})."
+        yield f"The kernel's log cannot be read here ({KERNEL_LOG}: {error.strerror})."
         return
     yield (
         "The kernel's log says nothing of it."

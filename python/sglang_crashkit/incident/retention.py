@@ -66,7 +66,7 @@ class Retention:
         self._limits, self._server = limits, server
         self._max_use, keep_free = limits_on(incidents, limits)
         # What others have filled already is not emptied again at the expense of evidence.
-        self._floor = min(keep_free, _space_of(incidents)[1])
+        self._floor = min(keep_free, space_of(incidents)[1])
         self._taken: int | None = None  # by all other incidents, with what they name
         self.own = 0
         self.share = min(self._max_use, limits.max_incident) // 4
@@ -119,7 +119,7 @@ class Retention:
         if taken + self.own + growth > self._max_use:
             return f"incidents would take more than {MAX_USE} ({self._max_use / MB:g} MB)"
         folder = folder or self._incidents
-        is_here, free = folder.stat().st_dev == self._incidents.stat().st_dev, _space_of(folder)[1]
+        is_here, free = folder.stat().st_dev == self._incidents.stat().st_dev, space_of(folder)[1]
         floor = self._floor if is_here else limits_on(folder, DiskLimits())[1]
         if free - growth >= floor:
             return ""
@@ -192,7 +192,7 @@ def size_of(folder: Path) -> int:
 
 def limits_on(folder: Path, limits: DiskLimits) -> tuple[int, int]:
     """Return the bytes that all incidents may take of the file system of a folder, and those that they leave free."""
-    total = _space_of(folder)[0]
+    total = space_of(folder)[0]
     max_use, keep_free = limits.max_use, limits.keep_free
     return (
         min(_DEFAULT_MAX_USE, int(total * _USE_SHARE)) if max_use is None else max_use,
@@ -200,7 +200,7 @@ def limits_on(folder: Path, limits: DiskLimits) -> tuple[int, int]:
     )
 
 
-def _space_of(folder: Path) -> tuple[int, int]:
+def space_of(folder: Path) -> tuple[int, int]:
     """Return the size of the file system that `folder` is on and what is free of it for this user, in bytes."""
     status = os.statvfs(folder)
     return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize

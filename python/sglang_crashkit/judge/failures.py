@@ -21,10 +21,10 @@ from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.judge.topology import name_nodes, topology_of
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import (
-    AnyEvent,
     Arguments,
     Container,
     Error,
+    Event,
     Exit,
     Gpu,
     GpuKernel,
@@ -244,7 +244,7 @@ class Failures:
                 found.who, found.level = stop.who, "established"
             yield found
 
-    def _of(self, event: AnyEvent) -> Iterator[Finding]:
+    def _of(self, event: Event) -> Iterator[Finding]:
         levels = ("error", "critical") if self._case.is_started else ("error", "critical", "warning")
         match event:
             case Raised():
@@ -386,7 +386,7 @@ class Failures:
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
         )  # fmt: skip
 
-    def _is_outlived(self, event: AnyEvent) -> bool:
+    def _is_outlived(self, event: Event) -> bool:
         """Return whether the server went on as if nothing had been, as it does after a request that it refused."""
         if isinstance(event, Raised):
             is_of_sglang = any("sglang/srt/" in one.file for one in event.error.frames)
@@ -404,7 +404,7 @@ class Failures:
                 return True
         return False
 
-    def _is_started(self, event: AnyEvent, frames: Sequence[Frame] = ()) -> bool:
+    def _is_started(self, event: Event, frames: Sequence[Frame] = ()) -> bool:
         if self._case.watched is not None:
             return not self._case.watched.is_starting
         place = event.place
@@ -469,7 +469,7 @@ class Failures:
             weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
 
-    def _next(self, events: Sequence[_Event], event: AnyEvent) -> _Event | None:
+    def _next(self, events: Sequence[_Event], event: Event) -> _Event | None:
         """Return the first of some events, in the order of their places, that comes right after another one."""
         place = bisect.bisect_left(events, event.place, key=lambda one: one.place)
         near = (it for it in events[place : place + 1] if it.at - event.at <= _NEXT_S or it.order == event.order + 1)
@@ -629,7 +629,7 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
     return next(found, "")
 
 
-def _only(case: Case, event: AnyEvent) -> str:
+def _only(case: Case, event: Event) -> str:
     """Return the one scheduler, where there is no more than one, and no other log tells of it."""
     schedulers = {one.who for one in case.schedulers}
     if len(schedulers) != 1 or case.arguments.get("tp_size", 1) not in (1, None):
@@ -648,7 +648,7 @@ def _steps(row: _Row, named: dict[str, str], text: str, arguments: dict[str, Any
     return [*fill_steps(row.steps, named), *steps_of("named_options", options=", ".join(options))]
 
 
-def _quoted(event: AnyEvent, text: str) -> str:
+def _quoted(event: Event, text: str) -> str:
     where = " ".join(filter(None, (event.source, event.who)))
     return f"{where}: {_first_line(text)}" if where else _first_line(text)
 

@@ -14,7 +14,7 @@ from sglang_crashkit.judge.components import component_of, is_switched_on, is_te
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import AnyEvent, Arguments, Collective, Exit, Line, Raised, Stack, Stage
+from sglang_crashkit.model.event import Arguments, Collective, Event, Exit, Line, Raised, Stack, Stage
 
 _MAX_TEXT = 4000
 #: What comes within so many seconds of the end of the evidence goes on to its end.
@@ -192,7 +192,7 @@ def _of_event(process: Process, event: Line | Raised) -> Iterable[Sign]:
             )  # fmt: skip
 
 
-def _last_at(event: AnyEvent) -> float:
+def _last_at(event: Event) -> float:
     return max(event.at, getattr(event, "last_at", 0.0))
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from sglang_crashkit.model.event import (
-    AnyEvent,
     Arguments,
     Collective,
     Compared,
     Container,
     Dumped,
+    Event,
     Exit,
     Gpu,
     GpuKernel,
@@ -31,7 +31,6 @@ from sglang_crashkit.model.event import (
     Stage,
     Stop,
     Suspect,
-    Unread,
     Watched,
 )
 
@@ -48,7 +47,6 @@ _OF_PROCESS |= {Progress: "progress"}
 _OF_CASE: dict[type, str] = {
     **{Arguments: "servers", Kernel: "kernel", Container: "containers", Gpu: "gpus", Collective: "collectives"},
     **{GpuKernel: "gpu_kernels", Stop: "stops", Compared: "compared", Suspect: "suspects", Dumped: "dumped"},
-    Unread: "unread",
 }
 
 
@@ -77,7 +75,7 @@ class Case(msgspec.Struct, kw_only=True):
     servers: list[Arguments] = []  # each server's own, such as both of a pair
     release: str = ""
     processes: dict[str, Process] = {}  # by node, side and name, in the order of their first fact
-    events: list[AnyEvent] = []  # everything, in order of time as far as it is known
+    events: list[Event] = []  # everything, in order of time as far as it is known
     kernel: list[Kernel] = []
     containers: list[Container] = []
     gpus: list[Gpu] = []
@@ -85,12 +83,11 @@ class Case(msgspec.Struct, kw_only=True):
     gpu_kernels: list[GpuKernel] = []
     stops: list[Stop] = []
     logs: set[str] = set()  # the files that the server itself writes to
-    gave_up: list[AnyEvent] = []  # that somebody interrupted a program beside the server's logs, as one that asks it
+    gave_up: list[Event] = []  # that somebody interrupted a program beside the server's logs, as one that asks it
     watched: Watched | None = None  # what the crash handler concludes; None where none watched
     compared: list[Compared] = []
     suspects: list[Suspect] = []
     dumped: list[Dumped] = []
-    unread: list[Unread] = []
     ready_at: float | None = None  # when it was ready, 0.0 where that has no time; None where it was not seen to be
     first_at: float = 0.0
     last_at: float = 0.0
@@ -111,7 +108,7 @@ class Case(msgspec.Struct, kw_only=True):
         found = [one for one in self.processes.values() if one.role == "scheduler"]
         return sorted(found, key=lambda one: (one.side, *(one.ranks.get(name, -1) for name in ("pp", "dp", "tp"))))
 
-    def batch_before(self, event: AnyEvent) -> str:
+    def batch_before(self, event: Event) -> str:
         """Return the line of a batch of new requests after which an event came before another batch; empty without."""
         batches = [one for one in self.progress if one.kind in ("prefill", "decode") and one.file == event.file]
         last = max(batches, key=lambda one: one.last_order, default=None)
@@ -157,7 +154,7 @@ def role_in(who: str) -> str:
     return next((role for role in _ROLES if role in who), "")
 
 
-def case_of(events: Iterable[AnyEvent]) -> Case:
+def case_of(events: Iterable[Event]) -> Case:
     """Make the case of some events, in whatever order they come."""
     told = sorted(events, key=lambda event: event.place)
     case = Case(logs={event.file for event in told if isinstance(event, Arguments | Progress | Stage)})
@@ -169,7 +166,7 @@ def case_of(events: Iterable[AnyEvent]) -> Case:
     return case
 
 
-def _is_given_up(event: AnyEvent) -> bool:
+def _is_given_up(event: Event) -> bool:
     """Return whether a person interrupted a program, of which the server's code is no part."""
     if isinstance(event, Raised):
         frames = (frame for error in event.chain for frame in error.frames)
@@ -178,7 +175,7 @@ def _is_given_up(event: AnyEvent) -> bool:
     return isinstance(event, Stop) and event.by == "signal" and bool(_CTRL_C.search(event.text))
 
 
-def _add(case: Case, event: AnyEvent) -> None:
+def _add(case: Case, event: Event) -> None:
     case.events.append(event)
     last = max(event.at, getattr(event, "last_at", 0.0))
     if event.at:

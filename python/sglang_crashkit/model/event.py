@@ -1,7 +1,7 @@
 """One fact of an incident, as a source states it. Facts don't judge: what a log calls fatal is a `Line`, no verdict.
 
 Every source (the parsers of text, the live side) makes these; `case.case_of` makes one `Case` of them. Fields that all
-have are in `Event`; each kind has its own Struct, and `AnyEvent` is the union that JSON lines hold.
+have are in `Event`; each kind has its own Struct.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_crashkit.model.sample import Frame, Sample
 LineLevel = Literal["", "debug", "info", "warning", "error", "critical"]
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What all facts have."""
 
     order: int = 0  # place in the evidence; of two facts of one source without a time, the smaller one was first
@@ -38,14 +38,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
         return self.source.partition(":")[0]
 
 
-class Arguments(Event, frozen=True, kw_only=True, tag="arguments"):
+class Arguments(Event, frozen=True, kw_only=True):
     """The arguments that a server was started with, by their Python names (``tp_size``), and SGLang's release."""
 
     values: dict[str, Any] = {}
     release: str = ""
 
 
-class Line(Event, frozen=True, kw_only=True, tag="line"):
+class Line(Event, frozen=True, kw_only=True):
     """A line of a log, or of stderr, without its carrier and prefix.
 
     Lines that differ only in numbers are one fact: `count` of them, first at `at`, last at `last_at`.
@@ -66,15 +66,13 @@ class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     code: str = ""  # the source line of the innermost frame in SGLang, where a traceback has it
 
 
-class Raised(Event, frozen=True, kw_only=True, tag="raised"):
+class Raised(Event, frozen=True, kw_only=True):
     """A traceback: the exception that arrived, with what it came from behind it."""
 
     chain: tuple[Error, ...]  # the one that arrived first, then its cause, and so on
     said: str = ""  # the line that introduces it: ``Scheduler hit an exception:``; empty without one
     thread: str = ""  # the thread where it is not the main one: ``Thread-5 (transfer_worker)``
-    level: LineLevel = ""  # of the line that introduces it
     is_cut: bool = False  # its head is not there, and with it who raised it and where that was called from
-    count: int = 1
 
     @property
     def error(self) -> Error:
@@ -82,16 +80,15 @@ class Raised(Event, frozen=True, kw_only=True, tag="raised"):
         return self.chain[0]
 
 
-class Stack(Event, frozen=True, kw_only=True, tag="stack"):
+class Stack(Event, frozen=True, kw_only=True):
     """What a process did at a moment."""
 
     sample: Sample
-    by: str = ""  # what printed it: ``py-spy``, ``faulthandler``, ``gdb``, ``cuda-gdb``, ``watchdog``
     fatal: str = ""  # of faulthandler: ``Segmentation fault``, where the stack is that of a process that died
     is_cut: bool = False  # its head is not there, and with it the signal's name
 
 
-class Kernel(Event, frozen=True, kw_only=True, tag="kernel"):
+class Kernel(Event, frozen=True, kw_only=True):
     """A line of the kernel's log about memory, a GPU, a device or a process."""
 
     #: ``oom_kill``, ``xid``, ``amdgpu``, ``nvlink``, ``mce``, ``segfault``, ``trap``, ``hung_task``, ``disk``, ``net``
@@ -103,17 +100,16 @@ class Kernel(Event, frozen=True, kw_only=True, tag="kernel"):
     facts: dict[str, Any] = {}  # ``gpu``, ``anon_kb``, ``memcg``, ``limit_kb``, ``constraint`` …
 
 
-class Exit(Event, frozen=True, kw_only=True, tag="exit"):
+class Exit(Event, frozen=True, kw_only=True):
     """A process ended, or was said to have."""
 
     code: int | None = None
     signal: str = ""  # ``SIGKILL``
-    reason: str = ""  # as the source has it: ``OOMKilled``
     text: str = ""
     is_seen: bool = False  # the crash handler has it from the kernel, and nothing else explains it
 
 
-class Stop(Event, frozen=True, kw_only=True, tag="stop"):
+class Stop(Event, frozen=True, kw_only=True):
     """The server was asked to end: SIGTERM or Ctrl-C, by systemd, Kubernetes, Docker or a person."""
 
     by: str = ""  # ``systemd``, ``kubernetes``, ``docker``, ``signal``
@@ -121,7 +117,7 @@ class Stop(Event, frozen=True, kw_only=True, tag="stop"):
     is_end: bool = False  # it also ended in good order
 
 
-class Stage(Event, frozen=True, kw_only=True, tag="stage"):
+class Stage(Event, frozen=True, kw_only=True):
     """A process came to a stage of its start, or the server was ready."""
 
     #: ``distributed``, ``weights``, ``kv_cache``, ``graphs``, ``compile``, ``warmup``, ``ready``
@@ -130,7 +126,7 @@ class Stage(Event, frozen=True, kw_only=True, tag="stage"):
     text: str = ""
 
 
-class Progress(Event, frozen=True, kw_only=True, tag="progress"):
+class Progress(Event, frozen=True, kw_only=True):
     """A batch ran, or a request was answered. One event for each process and kind: so many, from `at` to `last_at`."""
 
     #: ``prefill``, ``decode``; ``answer``, ``refused`` (HTTP 4xx), ``failed`` (HTTP 5xx), ``health``; ``control``: what
@@ -147,7 +143,7 @@ class Progress(Event, frozen=True, kw_only=True, tag="progress"):
     text: str = ""  # the last line; the path of a control request
 
 
-class Container(Event, frozen=True, kw_only=True, tag="container"):
+class Container(Event, frozen=True, kw_only=True):
     """What Kubernetes or Docker says of a container."""
 
     name: str = ""
@@ -158,7 +154,7 @@ class Container(Event, frozen=True, kw_only=True, tag="container"):
     notes: tuple[str, ...] = ()  # events such as ``Liveness probe failed: …``
 
 
-class Gpu(Event, frozen=True, kw_only=True, tag="gpu"):
+class Gpu(Event, frozen=True, kw_only=True):
     """What ``nvidia-smi`` or ``rocm-smi`` says of one GPU."""
 
     index: int
@@ -170,7 +166,6 @@ class Gpu(Event, frozen=True, kw_only=True, tag="gpu"):
     watts: float = -1.0  # what it draws, and its limit; -1 where they are not known
     most_watts: float = -1.0
     faults: str = ""  # uncorrectable errors, ``ERR!``, ``Unknown Error`` …
-    driver: str = ""
 
     @property
     def is_waiting(self) -> bool:
@@ -180,7 +175,7 @@ class Gpu(Event, frozen=True, kw_only=True, tag="gpu"):
         return self.use >= 95.0 and 0.0 < self.watts <= limit
 
 
-class Collective(Event, frozen=True, kw_only=True, tag="collective"):
+class Collective(Event, frozen=True, kw_only=True):
     """An operation of a rank in torch's flight recorder, or in NCCL's watchdog: the last one of a group."""
 
     group: str = ""
@@ -191,7 +186,7 @@ class Collective(Event, frozen=True, kw_only=True, tag="collective"):
     rank: int = -1
 
 
-class GpuKernel(Event, frozen=True, kw_only=True, tag="gpu_kernel"):
+class GpuKernel(Event, frozen=True, kw_only=True):
     """A kernel that a debugger saw on a GPU, or an exception of the GPU's."""
 
     name: str = ""
@@ -200,7 +195,7 @@ class GpuKernel(Event, frozen=True, kw_only=True, tag="gpu_kernel"):
     text: str = ""
 
 
-class Watched(Event, frozen=True, kw_only=True, tag="watched"):
+class Watched(Event, frozen=True, kw_only=True):
     """What the crash handler concludes, which saw how the processes lived and ended; see `incident.Verdict`.
 
     `who` failed first, or is the process that the others wait for; empty where no process is named.
@@ -219,7 +214,7 @@ class Watched(Event, frozen=True, kw_only=True, tag="watched"):
     notes: tuple[str, ...] = ()  # at what step, and at which control request, it was
 
 
-class Compared(Event, frozen=True, kw_only=True, tag="compared"):
+class Compared(Event, frozen=True, kw_only=True):
     """What the steps, or the flight recorders, of ranks show that must agree."""
 
     kind: str  # ``divergence``, ``mismatch`` or ``behind``
@@ -229,7 +224,7 @@ class Compared(Event, frozen=True, kw_only=True, tag="compared"):
     waiting: tuple[int, ...] = ()  # pids of those that wait for them
 
 
-class Suspect(Event, frozen=True, kw_only=True, tag="suspect"):
+class Suspect(Event, frozen=True, kw_only=True):
     """The request that is suspected most, where the handler knows the requests of the step."""
 
     rid: str
@@ -239,7 +234,7 @@ class Suspect(Event, frozen=True, kw_only=True, tag="suspect"):
     is_alone: bool = False  # nothing speaks for it but that no other request was there
 
 
-class Dumped(Event, frozen=True, kw_only=True, tag="dumped"):
+class Dumped(Event, frozen=True, kw_only=True):
     """The requests that SGLang saved before it ended: those in flight, and the last that it had answered."""
 
     unfinished: int = 0
@@ -247,29 +242,7 @@ class Dumped(Event, frozen=True, kw_only=True, tag="dumped"):
     text: str = ""  # the longest of those in flight
 
 
-class Unread(Event, frozen=True, kw_only=True, tag="unread"):
+class Unread(Event, frozen=True, kw_only=True):
     """A file, or a part of one, of which nothing was understood; quoted in short."""
 
     text: str
-
-
-AnyEvent = (
-    Arguments
-    | Line
-    | Raised
-    | Stack
-    | Kernel
-    | Exit
-    | Stop
-    | Stage
-    | Progress
-    | Container
-    | Gpu
-    | Collective
-    | GpuKernel
-    | Watched
-    | Compared
-    | Suspect
-    | Dumped
-    | Unread
-)

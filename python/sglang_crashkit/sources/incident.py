@@ -20,10 +20,10 @@ from sglang_crashkit.kernel.private_files import read_json, read_regular
 from sglang_crashkit.model import ABORTED, ALONE, ALONE_AT, ONLY
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of, texts_of
 from sglang_crashkit.model.event import (
-    AnyEvent,
     Arguments,
     Compared,
     Error,
+    Event,
     Exit,
     GpuKernel,
     Kernel,
@@ -85,7 +85,7 @@ def incident_in_log(folder: Path) -> Incident:
     return reduce(io.BytesIO(read_regular(folder / LOG, MAX_BYTES)))
 
 
-def read_incident(folder: Path) -> Iterator[AnyEvent]:
+def read_incident(folder: Path) -> Iterator[Event]:
     """Yield what an incident on disk holds; see `events_of`.
 
     Raises:
@@ -117,7 +117,7 @@ def events_of(
     records: Mapping[int, Mapping[str, Any]],
     samples: Mapping[int, Sequence[Sample]] | None = None,
     source: str = "",
-) -> Iterator[AnyEvent]:
+) -> Iterator[Event]:
     """Yield what is known of an incident's processes, their ends, exceptions and stacks, and of its host.
 
     `environment` is what ``environment.json`` holds, `records` by pid what ``ranks/*.exception.json`` does, `samples`
@@ -152,7 +152,7 @@ class _Incident:
             return self._errors.get(self._first.pid)
         return next(reversed(self._errors.values()), None)
 
-    def events(self) -> Iterator[AnyEvent]:
+    def events(self) -> Iterator[Event]:
         """Yield all events, in their order."""
         yield self._arguments()
         if ready := seconds_of(self._incident.surroundings.ready_since or self._environment.get("ready_since")):
@@ -171,7 +171,7 @@ class _Incident:
                 if "helper" not in (one.role, sample.role):
                     # A process that its cgroup freezes sleeps; the function of the kernel's tells it from others.
                     sample = replace(sample, wchan=sample.wchan or str((one.state or {}).get("wchan") or ""))
-                    yield Stack(at=sample.time or self._opened, who=name_of(one), sample=sample, by="crash handler")
+                    yield Stack(at=sample.time or self._opened, who=name_of(one), sample=sample)
 
     def _arguments(self) -> Arguments:
         about = self._incident.surroundings
@@ -230,7 +230,7 @@ class _Incident:
                 secs = rank.last_sign.collecting_secs
                 yield f"{rank.title} (pid {rank.pid}) was in a garbage collection for {secs:.0f} s."
 
-    def _ends(self) -> Iterator[AnyEvent]:
+    def _ends(self) -> Iterator[Event]:
         """Yield ends and exceptions; those of others than the first failure follow from it."""
         first = self._first
         for entry in self._incident.timeline:

@@ -44,11 +44,7 @@ def summary(rounds: Sequence[NodeSnapshot], verdict: Verdict, divergence: Diverg
         Section(f"{_names(samples)}: {_state(samples[0])}", frames or [samples[0].problem or "no Python frame"])
         for (_letter, frames), samples in groups.items()
     ]
-    return verdict_section(verdict, lines, [Section("Processes", parts=processes)])
-
-
-def verdict_section(verdict: Verdict, lines: Sequence[str], parts: Sequence[Section] = ()) -> Section:
-    """Return a report that begins with a verdict."""
+    parts = [Section("Processes", parts=processes)]
     return Section(f"{verdict.kind} ({verdict.level})", lines, f"**{verdict.headline}**", parts)
 
 

@@ -122,16 +122,11 @@ def cut(text: str, most: int = _MAX_STRING) -> str:
 # -- rows
 
 
-@dataclass(frozen=True)
-class Stack:
-    """A stack of a process."""
+def stacks_of(process: ProcessReport, files: IncidentFiles) -> Iterator[tuple[bool, tuple[Frame, ...]]]:
+    """Yield the Python stacks of a process, innermost frame first, each after whether it is the main thread's.
 
-    main: bool  # it is of the main thread, or of what stands for it
-    frames: tuple[Frame, ...]  # innermost first
-
-
-def stacks_of(process: ProcessReport, files: IncidentFiles) -> Iterator[Stack]:
-    """Yield the Python stacks of a process; of one that raised, where it did: it was in the kit's own hook by then."""
+    Of one that raised, that is where it did: it was in the kit's own hook by then.
+    """
     paths = {one.kind: one.path for one in reversed(process.evidence) if one.path}
     record = files.read_object(paths.get("exception"))
     raised = tuple(map(_frame_of, reversed(texts_of(record.get("traceback"))[-_MAX_FRAMES:])))
@@ -139,7 +134,7 @@ def stacks_of(process: ProcessReport, files: IncidentFiles) -> Iterator[Stack]:
     threads = mappings_of(files.read_object(f"{path.removesuffix('.txt')}.json").get("threads"))[:_MAX_THREADS]
     doing = tuple(map(_frame_of, process.doing[:_MAX_FRAMES])) if process.has("exception") or not threads else ()
     if told := raised or doing:
-        yield Stack(True, told)
+        yield True, told
     for thread in threads:
         main = thread.get("native_id") == process.pid or thread.get("name") == "MainThread"
         frames = [
@@ -149,7 +144,7 @@ def stacks_of(process: ProcessReport, files: IncidentFiles) -> Iterator[Stack]:
         own = [place for place, frame in enumerate(frames) if _KIT in frame.file]
         taken = tuple(frames[own[-1] + 1 if own else 0 :])
         if taken and not (main and told):
-            yield Stack(main, taken)
+            yield main, taken
 
 
 def _frame_of(text: str) -> Frame:

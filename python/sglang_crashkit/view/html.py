@@ -181,20 +181,20 @@ def _trees(incident: Incident, files: IncidentFiles) -> Iterator[dict[str, Any]]
         else Rank(scope_of({"role": names.short(one)}), "", 0)
         for one in incident.processes
     }
-    known = [(one, stack) for one in incident.processes for stack in stacks_of(one, files)]
+    known = [(one, *stack) for one in incident.processes for stack in stacks_of(one, files)]
     alone = str(RankSet([ranks[first.pid]])) if first is not None else ""
-    main = [(one, stack) for one, stack in known if stack.main]
+    main = [(one, is_main, frames) for one, is_main, frames in known if is_main]
     before = 0
     for name, chosen in (
-        ("ranks", [(one, stack) for one, stack in main if one.is_rank]),
+        ("ranks", [one for one in main if one[0].is_rank]),
         ("all processes", main),
         ("all threads", known),
     ):
         if len(chosen) == before:
             continue
         before, tree = len(chosen), PrefixTree()
-        for process, stack in chosen:
-            tree.add(ranks[process.pid], stack.frames)
+        for process, _is_main, frames in chosen:
+            tree.add(ranks[process.pid], frames)
         sets = tree.sets()
         sizes = {str(one): len(one) for one in sets.values()}
         whole = str(sets[id(tree.root)])

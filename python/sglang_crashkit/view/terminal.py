@@ -37,7 +37,7 @@ def stack_lines(incident: Incident, files: IncidentFiles, *, messages: bool = Tr
     groups: dict[tuple[bool, bool, str, tuple[str, ...]], list[str]] = {}
     for process in incident.processes:
         if process.role != "helper":
-            main = next((stack.frames for stack in stacks_of(process, files) if stack.main), ())
+            main = next((frames for is_main, frames in stacks_of(process, files) if is_main), ())
             frames = tuple(str(frame) if frame.file else frame.function for frame in main)
             key = (process is not first, not process.is_rank, words.state(process), frames)
             groups.setdefault(key, []).append(names.short(process))

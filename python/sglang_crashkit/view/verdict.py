@@ -15,7 +15,7 @@ import msgspec
 from sglang_crashkit.model import incident
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.checked_json import iso_time
-from sglang_crashkit.model.event import AnyEvent, Dumped, Exit, Kernel, Line, Raised, Stage, Stop
+from sglang_crashkit.model.event import Dumped, Event, Exit, Kernel, Line, Raised, Stage, Stop
 from sglang_crashkit.model.sample import Frame, Sample
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.view.markdown import section_lines
@@ -201,7 +201,7 @@ def _innermost(process: Process, most: int = 4) -> tuple[Frame, ...]:
     return thread.frames[:most] if thread is not None else ()
 
 
-def _words(event: AnyEvent) -> str:
+def _words(event: Event) -> str:
     match event:
         case Raised():
             return f"{event.error.type}: {event.error.text.partition(chr(10))[0]}"

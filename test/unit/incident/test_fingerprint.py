@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from sglang_crashkit.incident.fingerprint import (
 )
 from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.model.incident import Incident
-from unit.support.stored import NOON, make_incident
+from unit.support.stored import NOON, changed, make_incident
 from unit.support.waiting import LONG
 
 FAULT = Fault("0.5.23", "exception", "scheduler tp=1", "ValueError", ("forward (model.py:7)",))
@@ -50,17 +49,6 @@ def found_fault(document: dict[str, Any]) -> Fault | None:
 
 def same_fault(some: dict[str, Any], other: dict[str, Any]) -> bool:
     return is_same_fault(Incident.of(some), Incident.of(other))
-
-
-def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Return a copy of `document` in which what is at the dotted `path` is `value`."""
-    result = copy.deepcopy(document)
-    *folders, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    place: Any = result
-    for folder in folders:
-        place = place[folder]
-    place[last] = value
-    return result
 
 
 def test_a_fault_says_who_failed_of_what_and_where() -> None:

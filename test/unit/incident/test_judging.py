@@ -88,12 +88,6 @@ GOES_ON = (
 WAITS_FOR_IT, ELSEWHERE = "wait (threading.py:320)", "all_reduce (torch/distributed/distributed_c10d.py:3000)"
 
 
-def test_a_process_that_goes_on_without_a_thread_has_lost_it() -> None:
-    verdict = judge(msgspec.structs.replace(ended(None), trigger=Trigger("thread_died", "t", 10, "x")), [DEAD])
-    assert (verdict.kind, verdict.level, first(verdict)) == ("thread_died", "established", 10)
-    assert verdict.text == GOES_ON
-
-
 @pytest.mark.parametrize(
     ("doing", "later", "is_first"),
     [

@@ -155,7 +155,7 @@ def test_the_cgroup_and_the_kernel_are_quoted(tmp_path: Path, monkeypatch: pytes
     log = tmp_path / "kmsg"
     killed = "Memory cgroup out of memory: Killed process 7 (python)"
     log.write_text(f"4,1,{now - 9_000_000},-;segfault at 0\n6,2,{now},-;eth0: up\n4,3,{now},-;{killed}\n SUBSYSTEM=x\n")
-    monkeypatch.setattr(markers.incident_of, "__defaults__", (str(log),))
+    monkeypatch.setattr(markers, "KERNEL_LOG", str(log))
     document = vanished(tmp_path / "incidents", counts=counts, age=1.0 - TOUCH_SECS)
     text = document["verdict"]["text"]
     assert f"Its cgroup counts 2 OOM kills since it was launched ({group / 'memory.events'})." in text

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_crashkit.kernel.titles import rank_of
 from sglang_crashkit.model.case import Case, case_of
-from sglang_crashkit.model.event import AnyEvent, Arguments, Line, Progress, Stack
+from sglang_crashkit.model.event import Arguments, Event, Line, Progress, Stack
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 SRT = "sglang/srt"
@@ -80,13 +80,13 @@ def stack(who: str, *texts: str, native: Iterable[str] = (), **more: Any) -> Sta
     return Stack(sample=sample, who=who, at=at, node=node, side=side)
 
 
-def case(*events: AnyEvent, arguments: Mapping[str, Any] | None = None) -> Case:
+def case(*events: Event, arguments: Mapping[str, Any] | None = None) -> Case:
     """Return the case of some events, and of a server's arguments."""
     server = [Arguments(values=dict(arguments))] if arguments else []
     return case_of([*server, *events])
 
 
-def hang(at: float = 100.0) -> list[AnyEvent]:
+def hang(at: float = 100.0) -> list[Event]:
     """Return the words of a log of a server that makes no progress any more."""
     words = "Health check failed. Server couldn't get a response from detokenizer for last 20 seconds."
     began = f"00:{int(at - 20) // 60:02}:{int(at - 20) % 60:02}"
@@ -96,7 +96,7 @@ def hang(at: float = 100.0) -> list[AnyEvent]:
     ]
 
 
-def alive(at: float = 100.0) -> list[AnyEvent]:
+def alive(at: float = 100.0) -> list[Event]:
     """Return the words of a log of a server that answers to the end."""
     return [
         Progress(kind="decode", who="TP0", at=at - 60, last_at=at - 10, running=0),

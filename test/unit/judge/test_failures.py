@@ -12,10 +12,10 @@ from sglang_crashkit.judge.components import component_of, is_switched_on, way_o
 from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.model.case import case_of
 from sglang_crashkit.model.event import (
-    AnyEvent,
     Arguments,
     Container,
     Error,
+    Event,
     Exit,
     Kernel,
     Line,
@@ -39,7 +39,7 @@ def raised(text: str, *frames: str, who: str = "TP0", order: int = 5, **fields: 
     return Raised(order=order, at=float(order), who=who, chain=chain, **fields)
 
 
-def verdict_of(*events: AnyEvent) -> Verdict:
+def verdict_of(*events: Event) -> Verdict:
     return judge(case_of(events))
 
 
@@ -94,7 +94,7 @@ def kernel(kind: str, **fields: Any) -> Kernel:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_a_fact_has_its_class_and_no_more_than_its_level(event: AnyEvent, kind: str, level: str) -> None:
+def test_a_fact_has_its_class_and_no_more_than_its_level(event: Event, kind: str, level: str) -> None:
     verdict = verdict_of(READY, event)
     assert (verdict.kind, verdict.level) == (kind, level)
 
@@ -118,7 +118,7 @@ def ready_in(source: str) -> Stage:
 
 
 #: By class, who failed first and the part, where these are asked for: facts.
-FACTS: dict[tuple[str, str, str], list[list[AnyEvent]]] = {
+FACTS: dict[tuple[str, str, str], list[list[Event]]] = {
     ("no_incident", "", ""): [
         # What the server outlives is nothing.
         [READY, WORK, TOO_LONG],
@@ -146,7 +146,7 @@ FACTS: dict[tuple[str, str, str], list[list[AnyEvent]]] = {
 @pytest.mark.parametrize(
     ("events", "expected"), [(events, expected) for expected, some in FACTS.items() for events in some]
 )
-def test_facts_have_one_verdict(events: list[AnyEvent], expected: tuple[str, str, str]) -> None:
+def test_facts_have_one_verdict(events: list[Event], expected: tuple[str, str, str]) -> None:
     found = verdict_of(*events)
     kind, first, part = expected
     assert (found.kind, found.first or "", part and found.component) == (kind, first, part)

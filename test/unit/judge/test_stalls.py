@@ -12,10 +12,10 @@ from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.stalls import find_stalls
 from sglang_crashkit.model.case import Case, case_of
 from sglang_crashkit.model.event import (
-    AnyEvent,
     Arguments,
     Collective,
     Container,
+    Event,
     Exit,
     GpuKernel,
     Line,
@@ -117,12 +117,12 @@ def first_of(one: Case) -> Finding:
     return min(found, key=lambda finding: -finding.weight)
 
 
-def ranks(count: int, *texts: str, but: dict[int, Sequence[str]] | None = None, **more: Any) -> list[AnyEvent]:
+def ranks(count: int, *texts: str, but: dict[int, Sequence[str]] | None = None, **more: Any) -> list[Event]:
     """Return so many ranks that are in one place, `but` some of them elsewhere."""
     return [stack(f"TP{rank}", *(but or {}).get(rank, texts), **more) for rank in range(count)]
 
 
-def twice(who: str, first: Sequence[str], second: Sequence[str], **more: Any) -> list[AnyEvent]:
+def twice(who: str, first: Sequence[str], second: Sequence[str], **more: Any) -> list[Event]:
     return [stack(who, *first, at=90.0, **more), stack(who, *second, at=93.0, **more)]
 
 
@@ -246,7 +246,7 @@ def test_a_scheduler_that_moves_about_at_its_batches_is_busy() -> None:
 # -- pipelines
 
 
-def stages(*each: Sequence[str], tp: int = 2) -> list[AnyEvent]:
+def stages(*each: Sequence[str], tp: int = 2) -> list[Event]:
     return [stack(f"PP{pp} TP{rank}", *texts) for pp, texts in enumerate(each) for rank in range(tp)]
 
 
@@ -303,7 +303,7 @@ def test_what_the_kernel_says_of_a_rank(state: dict[str, Any], kind: str, level:
 
 @pytest.mark.parametrize("log", [alive(), []])
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_ranks_that_wait_for_requests_do_not_hang(log: list[AnyEvent], count: int) -> None:
+def test_ranks_that_wait_for_requests_do_not_hang(log: list[Event], count: int) -> None:
     found = first_of(case(*ranks(count, *BROADCAST, but={0: RECV_REQUESTS}), *log))
     assert (found.kind, found.who) == ("no_incident", None)
 
@@ -340,13 +340,13 @@ SHARDS = "Loading safetensors checkpoint shards:   3% Completed | 4/141 [08:00<3
 FRONT = stack("pid 1", *TOKENIZING, pid=1)
 
 
-def starved(states: str) -> list[AnyEvent]:
+def starved(states: str) -> list[Event]:
     fields = [{"at": 10.0 * at, "cpu_secs": 50.0 + 0.1 * at, "state": state} for at, state in enumerate(states, 1)]
     return [stack("TP1", *BATCH, **one) for one in fields]
 
 
 #: By class, who is named, and the part where it is told: stacks, each of a server that hangs.
-HANGS: dict[tuple[str, str | None, str | None], list[list[AnyEvent]]] = {
+HANGS: dict[tuple[str, str | None, str | None], list[list[Event]]] = {
     ("rank_stuck", "TP2", None): [ranks(4, *BROADCAST, but={2: one}) for one in ELSEWHERE],
     # Its GPU does not come back, and the others are past the batch.
     ("rank_stuck", "TP3", None): [ranks(4, *BROADCAST, but={3: RESULT})],
@@ -383,7 +383,7 @@ HANGS: dict[tuple[str, str | None, str | None], list[list[AnyEvent]]] = {
     ],
 }
 #: The same of servers without a sign of a hang.
-WORKING: dict[tuple[str, str | None, str | None], list[list[AnyEvent]]] = {
+WORKING: dict[tuple[str, str | None, str | None], list[list[Event]]] = {
     # A compiler is at work, and the others wait for it.
     ("busy", None, "deep_gemm"): [ranks(4, *MODEL_ALL_REDUCE, but={0: COMPILING})],
     ("busy", None, "compiler"): [ranks(4, *MODEL_ALL_REDUCE, but={0: TRITON})],
@@ -397,9 +397,7 @@ WORKING: dict[tuple[str, str | None, str | None], list[list[AnyEvent]]] = {
     [(one, log, expected) for table, log in ((HANGS, hang()), (WORKING, [])) for expected, some in table.items()
      for one in some],
 )  # fmt: skip
-def test_stacks_tell_who(
-    events: list[AnyEvent], log: list[AnyEvent], expected: tuple[str, str | None, str | None]
-) -> None:
+def test_stacks_tell_who(events: list[Event], log: list[Event], expected: tuple[str, str | None, str | None]) -> None:
     found = first_of(case(*events, *log))
     assert (found.kind, found.who, expected[2] and found.component) == expected
 
@@ -430,7 +428,7 @@ def stage(who: str, name: str, at: float) -> Stage:
     return Stage(who=who, name=name, at=at)
 
 
-def each(count: int, name: str) -> list[AnyEvent]:
+def each(count: int, name: str) -> list[Event]:
     return [stage(f"TP{rank}", name, 100.0) for rank in range(count)]
 
 
@@ -529,7 +527,7 @@ def test_words_of_sizes_that_differ(text: str) -> None:
         ([Line(text="hello")], []),
     ],
 )
-def test_what_is_healthy_or_tells_nothing(told: list[AnyEvent], kinds: list[str]) -> None:
+def test_what_is_healthy_or_tells_nothing(told: list[Event], kinds: list[str]) -> None:
     assert [one.kind for one in find_stalls(case(*told))] == kinds
 
 
@@ -541,7 +539,7 @@ def test_what_is_healthy_or_tells_nothing(told: list[AnyEvent], kinds: list[str]
         Line(text="something broke", level="error", at=101.0),
     ],
 )
-def test_what_ends_badly_is_not_called_healthy(end: AnyEvent) -> None:
+def test_what_ends_badly_is_not_called_healthy(end: Event) -> None:
     assert find_stalls(case(*alive(), end)) == []
 
 

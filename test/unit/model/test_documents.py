@@ -7,7 +7,6 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from sglang_crashkit.model.incident import Incident, Suspect
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, from_json, parse
 from sglang_crashkit.model.step import Step, StepRequest
+from unit.support.stored import changed, golden
 
 LOOP = Frame("event_loop_normal", "sglang/srt/managers/scheduler.py", 1200)
 MAIN = Frame("run_scheduler_process", "sglang/srt/managers/scheduler.py", 3000)
@@ -57,29 +57,25 @@ def test_a_newer_snapshot_is_refused_with_both_versions() -> None:
         from_json({**NODE.to_json(), "schema_version": 2})
 
 
-def changed(*path: str | int, to: Any) -> dict[str, Any]:
-    document = json.loads(json.dumps(NODE.to_json()))
-    place = document
-    for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = to
-    return document
+def other(path: str, value: object) -> Any:
+    """Return the snapshot with another value at a path."""
+    return changed(NODE.to_json(), path, value)
 
 
 @pytest.mark.parametrize(
     ("document", "message"),
     [
         ({}, "missing required field `schema_version`"),
-        (changed("frames", 0, to=["f", "x.py"]), "Expected `array` of length 3, got 2"),
-        (changed("processes", to={}), "Expected `array`, got `object`"),
-        (changed("processes", 0, "pid", to=True), "Expected `int`, got `bool`"),
-        (changed("processes", 0, "cpu_secs", to=10**400), "Number out of range"),
-        (changed("processes", 0, "cpu_secs", to=float("inf")), "not JSON compliant"),
-        (changed("processes", 0, "side", to="router"), "Invalid enum value 'router'"),
-        (changed("processes", 0, "threads", 0, 4, to=2), "there are numbers from 0 to 2 in a table of 2"),
-        (changed("processes", 0, "threads", 0, 1, to="10"), "Expected `int | null`, got `str`"),
-        (changed("processes", 0, "threads", 0, to=["x"]), "Expected `array` of length 5, got 1"),
-        (changed("stacks", 0, to=[-1]), "there are numbers from -1 to -1 in a table of 3"),
+        (other("frames.0", ["f", "x.py"]), "Expected `array` of length 3, got 2"),
+        (other("processes", {}), "Expected `array`, got `object`"),
+        (other("processes.0.pid", True), "Expected `int`, got `bool`"),
+        (other("processes.0.cpu_secs", 10**400), "Number out of range"),
+        (other("processes.0.cpu_secs", float("inf")), "not JSON compliant"),
+        (other("processes.0.side", "router"), "Invalid enum value 'router'"),
+        (other("processes.0.threads.0.4", 2), "there are numbers from 0 to 2 in a table of 2"),
+        (other("processes.0.threads.0.1", "10"), "Expected `int | null`, got `str`"),
+        (other("processes.0.threads.0", ["x"]), "Expected `array` of length 5, got 1"),
+        (other("stacks.0", [-1]), "there are numbers from -1 to -1 in a table of 3"),
     ],
 )
 def test_what_is_no_snapshot_is_refused_with_one_reason(document: Any, message: str) -> None:
@@ -95,9 +91,9 @@ def test_what_is_no_json_is_refused(text: str | bytes) -> None:
 
 
 def test_text_that_no_file_takes_is_escaped() -> None:
-    node = parse(json.dumps(changed("processes", 0, "title", to="\ud800")))
+    node = parse(json.dumps(other("processes.0.title", "\ud800")))
     assert node.processes[0].title == "\\ud800"
-    node = parse(json.dumps(changed("processes", 0, "threads", 0, 0, to="\ud800")))
+    node = parse(json.dumps(other("processes.0.threads.0.0", "\ud800")))
     assert node.processes[0].threads[0].name == "\\ud800"
 
 
@@ -107,15 +103,13 @@ JSON = st.recursive(
 )
 
 
-PLACES_IN_NODE = [(name,) for name in NODE.to_json()] + [
-    ("processes", 0, name) for name in NODE.to_json()["processes"][0]
-]
+PLACES_IN_NODE = [*NODE.to_json(), *(f"processes.0.{name}" for name in NODE.to_json()["processes"][0])]
 
 
 @given(st.sampled_from(PLACES_IN_NODE), JSON)
-def test_any_value_in_any_place_is_read_or_refused(place: tuple[str | int, ...], value: Any) -> None:
+def test_any_value_in_any_place_is_read_or_refused(place: str, value: Any) -> None:
     with contextlib.suppress(ValueError):
-        from_json(changed(*place, to=value))
+        from_json(other(place, value))
 
 
 STEP = Step(
@@ -145,7 +139,7 @@ def test_what_is_no_step_is_an_error(changes: dict[str, Any]) -> None:
 # -- a document that is read in part
 
 
-REAL: Any = json.loads((Path(__file__).parent.parent / "incident/data/killed.json").read_text())
+REAL: Any = golden("killed")
 
 
 def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

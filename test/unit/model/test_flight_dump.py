@@ -16,6 +16,7 @@ from sglang_crashkit.model import flight_dump
 from sglang_crashkit.model.flight_dump import FlightDumpError, Group, load_plain, parse_dump
 from sglang_crashkit.model.sample import Frame
 from unit.support.flight_dumps import BEGAN, document, entry, pickled
+from unit.support.stored import GONE, changed
 
 FRAMES = [("all_reduce", "torch/distributed/distributed_c10d.py", 3906), ("forward", "sglang/srt/model.py", 7)]
 
@@ -58,41 +59,26 @@ def test_a_cpu_backend_retires_an_operation_that_is_over() -> None:
     assert [one.is_done for one in parse_dump(pickled(document([over, given_up]))).entries] == [True, False]
 
 
-def change(path: str, value: object) -> dict[str, Any]:
-    """Return the sample with another value at a path such as ``entries/0/state``, without it where `value` is GONE."""
-    whole: Any = sample()
-    place = whole
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split("/")]
-    for part in parents:
-        place = place[part]
-    if value is GONE:
-        del place[last]
-    else:
-        place[last] = value
-    return whole
-
-
-GONE = object()
 #: What is changed, to what, and what is said of it.
 WRONG = [
     *[("version", version, f"version '{version}'") for version in ("1.0", "3.0", "2", "", "2.x")],
     *[
-        (f"entries/0/{name}", GONE, f"missing required field `{name}`")
+        (f"entries.0.{name}", GONE, f"missing required field `{name}`")
         for name in ("process_group", "profiling_name", "state", "record_id", "collective_seq_id")
     ],
-    ("entries/0/process_group", ("0",), "length 2"),
-    ("entries/0/state", "finished", "Invalid enum value"),
-    ("entries/0/collective_seq_id", True, "Expected `int`, got `bool`"),
-    ("entries/0/input_sizes", [4, 3], "Expected `array`"),
-    *[("entries/0/input_sizes", [sizes], "Expected `") for sizes in ([-1], [1 << 63], [1] * 65)],
-    ("entries/0/frames", [{"name": "f"}], "missing required field `filename`"),
+    ("entries.0.process_group", ("0",), "length 2"),
+    ("entries.0.state", "finished", "Invalid enum value"),
+    ("entries.0.collective_seq_id", True, "Expected `int`, got `bool`"),
+    ("entries.0.input_sizes", [4, 3], "Expected `array`"),
+    *[("entries.0.input_sizes", [sizes], "Expected `") for sizes in ([-1], [1 << 63], [1] * 65)],
+    ("entries.0.frames", [{"name": "f"}], "missing required field `filename`"),
 ]
 
 
 @pytest.mark.parametrize(("path", "value", "words"), WRONG)
 def test_a_dump_of_another_form_is_refused_with_the_reason(path: str, value: object, words: str) -> None:
     with pytest.raises(FlightDumpError, match=f"no dump of a flight recorder: .*{words}"):
-        parse_dump(pickled(change(path, value)))
+        parse_dump(pickled(changed(sample(), path, value)))
 
 
 @pytest.mark.parametrize("value", [None, [], "dump", {"entries": []}, {"version": "2.10"}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from incident_schema import assert_fits
-from sglang_crashkit.incident.judging import read_log
-from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.model.incident_log import IncidentLog, reduce
-from unit.support.stored import make_incident
+from unit.support.stored import DATA
 
-DATA = Path(__file__).parents[1] / "incident" / "data"
 REAL = [json.loads(path.read_text()) for path in sorted(DATA.glob("*.json"))]
 
 
@@ -75,14 +71,3 @@ def test_nothing_new_is_no_line() -> None:
 def test_what_is_no_line_costs_no_other(line: bytes) -> None:
     lines = [told.encode() for told in IncidentLog().lines(Incident.of(REAL[0]))]
     assert reduce([*lines[:3], line, *lines[3:]]) == reduce(lines)
-
-
-def test_an_unfinished_incident_is_shown_with_who_failed_first(tmp_path: Path) -> None:
-    end = {"code": None, "signal": "SIGKILL", "cause": "signal", "detail": "no OOM kill", "time": "t"}
-    process = {"pid": 8, "title": "sglang::scheduler_TP1", "role": "scheduler", "rank": {"tp": 1}, "exit": end}
-    failure = {"pid": 8, "seconds": 1.0, "kind": "exit", "fatal_signal": True}
-    path = make_incident(tmp_path, publish=False, processes=[process], failures=[failure])
-    found = read_log(path)
-    assert found.verdict.text == "sglang::scheduler_TP1 (pid 8) was killed by SIGKILL: no OOM kill."
-    (stored,) = find_incidents(tmp_path)
-    assert (stored.finished, stored.incident.first_failure) == (False, found.first_failure)

@@ -195,7 +195,7 @@ DRAINS = "Gracefully exiting... Remaining number of requests {}. Remaining reque
             ("index", "bus", "use", "used_mb"),
             [(0, "0000:9c:00", 100.0, 70000.0), (1, "0000:9d:00", -1.0, 70000.0)],
         ),
-        (EVERYTHING, Stack, ("who", "sample.pid", "by"), [("TP3", 4711, "py-spy")]),
+        (EVERYTHING, Stack, ("who", "sample.pid"), [("TP3", 4711)]),
         (EVERYTHING, Kernel, ("kind", "number", "pid"), [("xid", 79, 4711)]),
         # A server that drains has not ended yet.
         (DRAINS.format(6), Stop, ("is_end",), [False]),

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,10 @@ class Server:
             if pid and procfs.read_title(pid) == "sglang::crash_handler" and wanted <= watched_pids(pid):
                 return pid
         return None
+
+
+#: What the fixture `start_server` gives.
+Start = Callable[..., Server]
 
 
 def document_of(server: Server) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -69,6 +70,23 @@ def golden(name: str) -> dict[str, Any]:
     """Return the document of a real incident."""
     document: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())
     return document
+
+
+#: In place of a value: there is none.
+GONE = object()
+
+
+def changed(document: Any, path: str, value: object) -> Any:
+    """Return a copy of a document with another value at a path such as ``entries.0.state``."""
+    result = place = copy.deepcopy(document)
+    *folders, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    for folder in folders:
+        place = place[folder]
+    if value is GONE:
+        del place[last]
+    else:
+        place[last] = value
+    return result
 
 
 def stacks_of(document: dict[str, Any], *frames: dict[str, Any]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from sglang_crashkit.model.event import AnyEvent, Container, Gpu
+from sglang_crashkit.model.event import Container, Event, Gpu
 
 _POD_NAME = re.compile(r"Name: +(\S{1,200})$")
 #: Of a pod as a whole, as where its node evicted it.
@@ -36,7 +36,6 @@ _QUERY = re.compile(
     r"(?=.{0,400}\b(?:index|memory\.used|utilization\.gpu)\b)[a-z_.]{4,40}(?: \[\S{1,5}\])?"
     r"(?:, ?[a-z_.]{2,60}(?: \[\S{1,5}\])?){1,40}$"
 )
-_DRIVER = re.compile(r"Driver Version: (\S{3,20})")
 #: Headings and cells by which a file is known to be one of these.
 _KUBECTL, _SMI = ("Containers:", "Last State:", "Restart Count:"), "NVIDIA-SMI"
 
@@ -47,7 +46,7 @@ def is_description(lines: Sequence[str]) -> bool:
     return known >= 2 or any(_EVENTS.match(line) for line in lines)
 
 
-def containers_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+def containers_of(lines: Sequence[str]) -> Iterator[Event]:
     """Yield what ``kubectl describe pod`` says of each pod: its last end, how often it was restarted, its events."""
     told, section = Container(), ""
     for line in lines:
@@ -78,7 +77,7 @@ def _noted(told: Container, note: str) -> Container:
     return replace(told, notes=(*told.notes, note)[:50])
 
 
-def pods_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+def pods_of(lines: Sequence[str]) -> Iterator[Event]:
     """Yield the rows of ``kubectl get pods``."""
     for line in lines:
         if match := _ROW.match(line):
@@ -90,7 +89,7 @@ def is_inspection(head: bytes) -> bool:
     return _INSPECTED.match(head) is not None and b'"OOMKilled"' in head
 
 
-def inspected(data: bytes) -> Iterator[AnyEvent]:
+def inspected(data: bytes) -> Iterator[Event]:
     """Yield each container that ``docker inspect`` prints.
 
     Raises:
@@ -130,7 +129,7 @@ def is_query(lines: Sequence[str]) -> bool:
     return any(_QUERY.match(line) for line in lines[:20])
 
 
-def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+def queried_gpus_of(lines: Sequence[str]) -> Iterator[Event]:
     """Yield the GPUs of ``nvidia-smi --query-gpu --format=csv``, of several samples the last."""
     found, names = dict[int, Gpu](), list[str]()
     for line in lines:
@@ -149,24 +148,22 @@ def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
                 found[int(index)] = Gpu(
                     index=int(index), bus=told.get("pci.bus_id", "").lower()[-12:-2], name=told.get("name", ""),
                     used_mb=used, total_mb=total, use=float(use) if _WHOLE.fullmatch(use) else -1.0,
-                    watts=watts or -1.0, most_watts=most or -1.0, driver=told.get("driver_version", ""),
+                    watts=watts or -1.0, most_watts=most or -1.0,
                 )  # fmt: skip
     yield from found.values()
 
 
-def gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+def gpus_of(lines: Sequence[str]) -> Iterator[Event]:
     """Yield the GPUs in a table of ``nvidia-smi``."""
-    driver, head = "", None
+    head = None
     for line in lines:
-        if match := _DRIVER.search(line):
-            driver = match[1]
         if match := _GPU_HEAD.match(line):
             fault = "ERR!" if "ERR!" in line else ""
             cell = line.rstrip(" |").rpartition("|")[2].strip()
             if _WHOLE.fullmatch(cell) and int(cell) > 0:
                 fault = f"{cell} uncorrectable errors"
             bus = (match[3] or "").lower()
-            head = Gpu(index=int(match[1]), bus=bus, name=match[2].strip(), faults=fault, driver=driver)
+            head = Gpu(index=int(match[1]), bus=bus, name=match[2].strip(), faults=fault)
         elif head is not None and (match := _GPU_USE.match(line)):
             yield replace(
                 head, used_mb=float(match[3]), total_mb=float(match[4]), watts=float(match["watts"] or -1),

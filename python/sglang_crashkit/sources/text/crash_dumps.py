@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_crashkit.model.event import AnyEvent, Arguments, Dumped
+from sglang_crashkit.model.event import Arguments, Dumped, Event
 from sglang_crashkit.sources.text import facts
 
 _MAX_REQUESTS, _MAX_FIELDS, _MAX_VALUE, _MAX_TOLD = 100_000, 2000, 200, 3
@@ -62,7 +62,7 @@ def is_dump(head: bytes) -> bool:
     return head[:1] == b"\x80" and b"server_args" in head[:4096]
 
 
-def events_of(data: bytes) -> Iterator[AnyEvent]:
+def events_of(data: bytes) -> Iterator[Event]:
     """Yield the arguments of the server, and how many requests it had not finished.
 
     Raises:

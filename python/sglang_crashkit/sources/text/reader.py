@@ -21,7 +21,6 @@ import msgspec
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.kernel.private_files import files_below, open_regular
 from sglang_crashkit.model.event import (
-    AnyEvent,
     Arguments,
     Collective,
     Error,
@@ -150,7 +149,7 @@ def read(
     problems: list[CrashkitError] | None = None,
     *,
     beside: Sequence[Path] = (),
-) -> Iterator[AnyEvent]:
+) -> Iterator[Event]:
     """Yield what some files hold, in the order of the files; of one that is cut off, what it holds until there.
 
     Args:
@@ -190,7 +189,7 @@ def read(
 def _pyspy_stacks(data: bytes) -> Iterator[Stack]:
     threads = parse_pyspy(data.decode(errors="replace"))
     main = next((one for one in threads if one.name == "MainThread"), threads[0])
-    yield Stack(sample=Sample(pid=main.native_id or 0, threads=threads), by="py-spy")
+    yield Stack(sample=Sample(pid=main.native_id or 0, threads=threads))
 
 
 def _files(path: Path, met: list[CrashkitError], *, is_named: bool) -> Iterator[tuple[Path, bool]]:
@@ -253,7 +252,7 @@ class _File:
     order: int
     is_pipe: bool
     has_own_clock: bool = False  # its lines have SGLang's own time, which the carrier's clock need not agree with
-    events: list[tuple[str, AnyEvent]] = field(default_factory=list)  # with the key of its stream
+    events: list[tuple[str, Event]] = field(default_factory=list)  # with the key of its stream
     streams: dict[str, _Stream] = field(default_factory=lambda: defaultdict(_Stream))
     batches: dict[tuple[str, str, str, int], _Batches] = field(default_factory=dict)
     lines: dict[tuple[str, str, LineLevel, str], list[Any]] = field(default_factory=dict)
@@ -323,7 +322,7 @@ class _File:
         """Read a file that is no text by lines; return whether it was one."""
         dump = partial(recorders.collectives_of, path=self.path)
         # What is JSON takes many times its size.
-        forms: tuple[tuple[bool, str, Callable[[bytes], Iterable[AnyEvent]], int], ...] = (
+        forms: tuple[tuple[bool, str, Callable[[bytes], Iterable[Event]], int], ...] = (
             (recorders.is_dump(head), "a dump of a flight recorder", dump, MAX_BYTES),
             (crash_dumps.is_dump(head), "a dump of requests", crash_dumps.events_of, _MAX_WHOLE),
             (snapshots.is_snapshot(head), "a snapshot of collect", snapshots.stacks_of, _MAX_WHOLE),
@@ -418,7 +417,7 @@ class _File:
             self._close(stream, key)
         return True
 
-    def _add(self, key: str, event: AnyEvent) -> None:
+    def _add(self, key: str, event: Event) -> None:
         self.understood = True
         self.events.append((key, event))
 
@@ -516,7 +515,7 @@ class _File:
                 who = facts.subject_of(said) if said.startswith("Process ") else ""
                 alone = (_WITHOUT_A_NAME[one.function] for one in chain[0].frames if one.function in _WITHOUT_A_NAME)
                 raised = Raised(
-                    order=order, at=at, who=next(alone, who) or stream.who, chain=chain, said=said, level="error",
+                    order=order, at=at, who=next(alone, who) or stream.who, chain=chain, said=said,
                     thread=stream.thread, is_cut=stream.traceback.is_cut, source=source,
                 )  # fmt: skip
                 self._add(key, raised)
@@ -531,7 +530,7 @@ class _File:
                 names = stream.names | {one[1] for one in self.batches if one[0] == key and one[1]}
                 near = "" if block.fatal and len(names) > 1 else stream.who
                 for who in told or [stacks.who_of(sample.title) or stream.headed or near]:
-                    found = Stack(order=order, at=at, who=who, sample=sample, by=block.by, source=source)
+                    found = Stack(order=order, at=at, who=who, sample=sample, source=source)
                     self._add(key, msgspec.structs.replace(found, fatal=block.fatal, is_cut=block.is_cut))
 
     def _kernel(self, carried: Carried, key: str, stream: _Stream) -> None:
@@ -554,7 +553,7 @@ class _File:
             place: dict[str, Any] = {"order": self.order, "at": at, "who": who, "source": self._source()}
             return event(**place | fields)
 
-        def add(event: type[AnyEvent], /, **fields: Any) -> None:
+        def add(event: type[Event], /, **fields: Any) -> None:
             self._add(key, make(event, **fields))
 
         if (is_own and text.startswith(("Decode batch", "Prefill batch"))) or _AT_WORK.match(text):
@@ -574,7 +573,7 @@ class _File:
         if "sglang::" in text and (listed := _LISTED.match(text)):
             # A line of ps.
             sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"])
-            add(Stack, who=stacks.who_of(listed["title"]), sample=sample, by="ps")
+            add(Stack, who=stacks.who_of(listed["title"]), sample=sample)
             return
         if match := _PROCESS.match(text):
             stream.who, stream.said = stacks.who_of(match[1]) or stream.who, text
@@ -586,7 +585,7 @@ class _File:
             who = f"TP{rank[1]}"
         level = facts.level_of(text)
         if (bare := tracebacks.bare_exception(text)) and level != "info":
-            raised = make(Raised, chain=(Error(type=bare[0], text=bare[1][:_MAX_MESSAGE]),), level=level)
+            raised = make(Raised, chain=(Error(type=bare[0], text=bare[1][:_MAX_MESSAGE]),))
             stream.more = stream.more if is_own else []
             (self.raised if is_own else self.bare).append((key, raised, stream.more))
         if work := _WORK.search(text):
@@ -690,9 +689,9 @@ def _name(prefix: str) -> str:
     return " ".join(word for word in prefix.split() if re.fullmatch(_RANKS, word))
 
 
-def _placed(readers: Sequence[_File]) -> Iterator[AnyEvent]:
+def _placed(readers: Sequence[_File]) -> Iterator[Event]:
     """Yield the events of all files, with the node and the side that each came from."""
-    programs: dict[tuple[int, str], list[AnyEvent]] = {}
+    programs: dict[tuple[int, str], list[Event]] = {}
     for number, reader in enumerate(readers):
         for key, event in reader.events:
             programs.setdefault((number, key), []).append(event)
@@ -716,7 +715,7 @@ def _placed(readers: Sequence[_File]) -> Iterator[AnyEvent]:
         yield from (_clean(event, nodes[one], sides[one]) for event in own)
 
 
-def _clean(event: AnyEvent, node: str, side: str) -> AnyEvent:
+def _clean(event: Event, node: str, side: str) -> Event:
     """Return an event with its place and without secrets: what is told of it may be cut, wrapped or put into a link."""
     fields: dict[str, Any] = {"node": node, "side": side} if node or side else {}
     fields |= {name: redact_text(text) for name in ("text", "said") if (text := getattr(event, name, ""))}
@@ -727,7 +726,7 @@ def _clean(event: AnyEvent, node: str, side: str) -> AnyEvent:
     return msgspec.structs.replace(event, **fields) if fields else event
 
 
-def _side_said(events: Sequence[AnyEvent]) -> str:
+def _side_said(events: Sequence[Event]) -> str:
     """Return the side of a pair whose words a program's lines and batches have; empty where they have none, or both."""
     texts = (getattr(event, "text", "") for event in events)
     said = {one for text in texts if (match := _OF_SIDE.match(text)) for one in match.groups() if one}

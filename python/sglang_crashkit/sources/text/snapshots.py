@@ -36,7 +36,7 @@ def stacks_in(snapshot: NodeSnapshot, host: str = "") -> Iterator[Stack]:
     for one in snapshot.processes:
         # One that had ended by then has no state.
         sample = replace(one, host=host or one.host, state=one.state or "X")
-        yield Stack(at=one.time, who=_name(one), node=sample.host, side=one.side or "", sample=sample, by="collect")
+        yield Stack(at=one.time, who=_name(one), node=sample.host, side=one.side or "", sample=sample)
 
 
 def _name(sample: Sample) -> str:

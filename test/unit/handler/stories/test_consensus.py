@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
-from unit.support.server_driver import Server
+from unit.support.server_driver import Start
 
-Start = Callable[..., Server]
 SAME = "get_next_batch_to_run called params=<no check>"
 TOLD = (
     "SGLang's rank consensus checker found that the ranks diverged: TP0: x returns result=1; TP1: x returns result=2."

@@ -6,12 +6,12 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from unit.support.server_driver import Server
+from unit.support.server_driver import Server, Start
 from unit.support.waiting import descriptors, wait_until
 
 EVENTS = 10_000
@@ -57,7 +57,7 @@ def leaving_nothing(server: Server) -> Iterator[None]:
     assert server.incidents() == []
 
 
-def test_ten_thousand_events_leave_nothing_behind(start_server: Callable[..., Server]) -> None:
+def test_ten_thousand_events_leave_nothing_behind(start_server: Start) -> None:
     server = start_server()
     flood(server, 500)
     with leaving_nothing(server):
@@ -71,7 +71,7 @@ def test_ten_thousand_events_leave_nothing_behind(start_server: Callable[..., Se
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-def test_ten_thousand_processes_that_come_and_go_leave_nothing_behind(start_server: Callable[..., Server]) -> None:
+def test_ten_thousand_processes_that_come_and_go_leave_nothing_behind(start_server: Start) -> None:
     server = start_server()
     come_and_go(server)
     with leaving_nothing(server):
@@ -90,7 +90,7 @@ def come_and_go(server: Server) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_flood_of_another_users_neither_counts_nor_silences_it(start_server: Callable[..., Server]) -> None:
+def test_a_flood_of_another_users_neither_counts_nor_silences_it(start_server: Start) -> None:
     server = start_server()
     path = server.runtime / "handler.sock"
     outsider = os.fork()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from unit.support.server_driver import HOST, Server
+from unit.support.server_driver import HOST, Server, Start
 from unit.support.small_disk import fill, mounted
 from unit.support.waiting import LONG
-
-Start = Callable[..., Server]
 
 
 @pytest.mark.story

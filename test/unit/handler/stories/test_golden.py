@@ -10,7 +10,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from unit.support.server_driver import Server
+from unit.support.server_driver import Server, Start
 from unit.support.waiting import wait_until
 
-Start = Callable[..., Server]
 Document = dict[str, Any]
 GOLDEN = Path(__file__).parent / "golden"
 IS_WRITTEN = os.environ.get("SGLANG_CRASHKIT_TEST_GOLDEN") == "write"

@@ -6,18 +6,16 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.incident.store import StoredIncident
-from unit.support.server_driver import Server, events_of, report_of
+from unit.support.server_driver import Server, Start, events_of, report_of
 from unit.support.targets import make_tool, state_of
 from unit.support.waiting import LONG, wait_until
 
-Start = Callable[..., Server]
 #: The shortest that there is.
 HANG = {"SGLANG_CRASHKIT_HANG_SECS": "2"}
 RANKS = ("scheduler_TP0", "scheduler_TP1")
@@ -28,6 +26,11 @@ def start_beating(start_server: Start, **options: Any) -> Server:
     for name in RANKS:
         assert server.ask(f"tell {name} beat") == "beating"
     return server
+
+
+def hush(server: Server, *names: str) -> None:
+    for name in names:
+        assert server.ask(f"tell {name} hush") == "silent"
 
 
 def finished(server: Server, count: int) -> list[StoredIncident]:
@@ -46,6 +49,28 @@ def finished(server: Server, count: int) -> list[StoredIncident]:
 def document_of(stored: StoredIncident) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((stored.path / "incident.json").read_text())
     return document
+
+
+def said_with(capfd: pytest.CaptureFixture[str], words: str) -> str:
+    """Wait until the server itself says so, and return the only line of its that holds the words."""
+    said = list[str]()
+
+    def lines() -> list[str]:
+        said.append(capfd.readouterr().err)
+        return [line for line in "".join(said).splitlines() if words in line]
+
+    (line,) = wait_until(lines, "the server says so itself")
+    return line
+
+
+def make_program(folder: Path, file: str, function: str, body: str) -> Path:
+    """Return a program that calls a function in a file; py-spy names a file with its packages."""
+    program = folder / file
+    program.parent.mkdir(parents=True)
+    for package in (program.parent, program.parent.parent):
+        (package / "__init__.py").touch()
+    program.write_text(f"import os, time\ndef {function}():\n    {body}\n{function}()\n")
+    return program
 
 
 def is_over(stored: StoredIncident) -> bool:
@@ -162,16 +187,9 @@ def test_what_holds_a_rank_is_said(
 
 def test_a_hang_is_told_in_the_servers_own_log(start_server: Start, capfd: pytest.CaptureFixture[str]) -> None:
     server = start_beating(start_server)
-    for name in RANKS:
-        assert server.ask(f"tell {name} hush") == "silent"
+    hush(server, *RANKS)
     (stored,) = finished(server, 1)
-    said: list[str] = []
-
-    def told() -> list[str]:
-        said.append(capfd.readouterr().err)
-        return [line for line in "".join(said).splitlines() if line.endswith(f"Incident: {stored.path}")]
-
-    (line,) = wait_until(told, "the server says so itself")
+    line = said_with(capfd, f"Incident: {stored.path}")
     assert line.startswith("crash kit: ")
     assert "made no progress" in line
     os.kill(server.pid, signal.SIGTERM)
@@ -214,13 +232,7 @@ def test_what_compiles_is_busy_and_its_incident_is_withdrawn(
         "scheduler_TP1": ("triton/compiler/compiler.py", "compile", "sum(range(10**6))"),
     }
     for name, (file, function, work) in programs.items():
-        program = server.temp / file
-        program.parent.mkdir(parents=True)
-        for package in (program.parent, program.parent.parent):
-            # Otherwise py-spy leaves it out.
-            (package / "__init__.py").touch()
-        loop = f"    while not os.path.exists({str(go_on)!r}): {work}"
-        program.write_text(f"import os, time\ndef {function}():\n{loop}\n{function}()\n")
+        program = make_program(server.temp, file, function, f"while not os.path.exists({str(go_on)!r}): {work}")
         assert server.ask(f"tell {name} hush") == "silent"
         server.say(f"tell {name} run {program}")
     # THEN it is said to be busy
@@ -233,28 +245,11 @@ def test_what_compiles_is_busy_and_its_incident_is_withdrawn(
         assert server.ask(f"tell {name} beat") == "beating"
     wait_until(lambda: server.incidents() == [], "the incident is withdrawn")
     assert not stored.path.exists()
-    said: list[str] = []
-
-    def told() -> bool:
-        said.append(capfd.readouterr().err)
-        return f"it was no hang, and incident {document_id} is withdrawn." in "".join(said)
-
-    document_id = stored.document["id"] if stored.document else ""
-    wait_until(told, "the server says so itself")
+    assert said_with(capfd, f"it was no hang, and incident {stored.document['id']} is withdrawn.")
 
 
 #: After so long a scheduler is silent: of a server whose health check failed, and of any other.
 UNHEALTHY_SECS, HEALTHY_SECS = 2.0, 5.0
-
-
-def stop(server: Server, *names: str) -> None:
-    for name in names:
-        server.kill(name, signal.SIGSTOP)
-
-
-def hush(server: Server, *names: str) -> None:
-    for name in names:
-        assert server.ask(f"tell {name} hush") == "silent"
 
 
 def wait_for(seconds: float) -> None:
@@ -276,16 +271,6 @@ def end_unhealthy(server: Server) -> dict[str, Any]:
     return document
 
 
-def make_collective(folder: Path) -> Path:
-    """Return a program that is where a rank is that waits for the others; py-spy names a file with its packages."""
-    file = folder / "torch" / "distributed" / "distributed_c10d.py"
-    file.parent.mkdir(parents=True)
-    for package in (file.parent, file.parent.parent):
-        (package / "__init__.py").touch()
-    file.write_text("import time\n\n\ndef broadcast():\n    time.sleep(600)\n\n\nbroadcast()\n")
-    return file
-
-
 def named(document: dict[str, Any]) -> str | None:
     first = document["verdict"]["first_failure"]
     return first["title"].removeprefix("sglang::") if first else None
@@ -299,7 +284,9 @@ def test_the_rank_that_another_waits_for_is_named(start_server: Start, tmp_path:
     server = start_beating(start_server, environ={"SGLANG_CRASHKIT_HANG_SECS": hang_secs})
     hush(server, *RANKS)
     server.say("tell scheduler_TP1 spin")
-    server.say(f"tell scheduler_TP0 run {make_collective(tmp_path)}")
+    # Where a rank is that waits for the others.
+    waiting = make_program(tmp_path, "torch/distributed/distributed_c10d.py", "broadcast", "time.sleep(600)")
+    server.say(f"tell scheduler_TP0 run {waiting}")
     wait_for(UNHEALTHY_SECS)
     document = end_unhealthy(server)
     assert (named(document), document["verdict"]["level"]) == ("scheduler_TP1", "supported")
@@ -321,7 +308,7 @@ def test_nobody_is_named_where_all_go_on(start_server: Start) -> None:
 def hang_at_sigterm(start_server: Start) -> tuple[Server, StoredIncident]:
     """Return a server with a stopped rank that was asked to end, and its incident."""
     server = start_beating(start_server, environ={})
-    stop(server, "scheduler_TP1")
+    server.kill("scheduler_TP1", signal.SIGSTOP)
     hush(server, "scheduler_TP0")
     wait_for(HEALTHY_SECS)
     server.ask("draining healthy")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import pytest
 
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.kernel import procfs
-from unit.support.server_driver import HOST, Server
+from unit.support.server_driver import HOST, Server, Start
 from unit.support.waiting import LONG, wait_until, watched_pids
-
-Start = Callable[..., Server]
 
 #: Longer than the main process takes to look at its workers once.
 LOOK_SECS = 2.5

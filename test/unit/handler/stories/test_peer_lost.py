@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from sglang_crashkit.protocol import notify
-from unit.support.server_driver import Server, finished
+from unit.support.server_driver import Server, Start, finished
 from unit.support.waiting import LONG, wait_until
 
-Start = Callable[..., Server]
 SINCE = "2026-09-01T00:00:00.000000Z"
 
 

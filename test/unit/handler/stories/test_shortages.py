@@ -5,19 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.handler.notices import Shortages
-from unit.support.server_driver import Server
+from unit.support.server_driver import Start
 from unit.support.waiting import wait_until
 
 DESCRIPTORS = "the crash handler has no file descriptors left"
 
 
-def test_without_descriptors_it_says_so_once_and_writes_the_incident(start_server: Callable[..., Server]) -> None:
+def test_without_descriptors_it_says_so_once_and_writes_the_incident(start_server: Start) -> None:
     server = start_server()
     pid = server.handler.pid
     descriptors = Path(f"/proc/{pid}/fd")
