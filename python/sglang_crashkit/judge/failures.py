@@ -77,6 +77,7 @@ class _Row(msgspec.Struct, kw_only=True):
     restart: str = ""
     sure: bool = False
     follows: bool = False
+    blames: bool = False
     own: bool = False
     line: bool = False
     weight: int = 0
@@ -461,11 +462,13 @@ class Failures:
         who = next(sides, who) if kind == "peer_lost" else who
         side = event.side if part in _known("of_a_pair") else ""
         who = who or side or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
+        is_blamed = row.blames and any(one.side not in ("", event.side) and one.error.type for one in self._raises)
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part,
             restart=row.restart_at(is_started or not (self._began or self._starts)), side=event.side, text=text,
             code=code, steps=_steps(row, named, event.text, self._case.arguments),
-            way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True), is_consequence=row.follows,
+            way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True),
+            is_consequence=row.follows or is_blamed,
             weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
 

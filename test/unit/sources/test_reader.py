@@ -373,6 +373,23 @@ def test_no_text_raises(tmp_path: Path, lines: list[str], carrier: str) -> None:
     case_of(read([path]))
 
 
+@pytest.mark.parametrize("form", ["{:>6}\t{}", "{}:{}", "{} {}", "{}: {}"])
+def test_numbers_of_lines_are_no_part_of_them(told: Told, form: str) -> None:
+    lines = LOG.splitlines()
+    numbered = case_of(told("".join(form.format(4210 + at, line) + "\n" for at, line in enumerate(lines))))
+    plain = case_of(told("".join(f"{line}\n" for line in lines)))
+    assert [(type(one), one.who, one.side) for one in numbered.events] == [
+        (type(one), one.who, one.side) for one in plain.events
+    ]
+
+
+def test_what_counts_up_may_be_tasks_or_processes(told: Told) -> None:
+    tasks = case_of(told("".join(f"{at % 3}: {line}\n" for at, line in enumerate(LOG.splitlines()))))
+    assert len({one.node for one in tasks.events}) == 3
+    listed = "".join(f"{at} pts/0 S 0:01 sglang::scheduler_TP{at - 100}\n" for at in range(100, 112))
+    assert {one.text[:3].isdigit() for one in case_of(told(listed)).processes[""].lines} == {True}
+
+
 def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(told: Told) -> None:
     lines = ["NCCL WARN before the first line of the log failed", *LOG.splitlines()]
     case = case_of(told("".join(f"2031-01-01T00:00:00.000000000Z {line}\n" for line in lines)))

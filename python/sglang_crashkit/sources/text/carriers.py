@@ -7,6 +7,7 @@ their own around what a process wrote. A line may have several, one inside the o
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ _KUBECTL = re.compile(r"\[?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[
 _POD = re.compile(r"\[?(?:pod/)?([\w.-]{1,120})/([\w.-]{1,80})\]? (?=\S)")
 _COMPOSE = re.compile(r"([A-Za-z][\w.-]{0,79}) *\| ?")
 _TASK = re.compile(r" {0,5}(\d{1,5}): ?")
+#: What ``cat -n``, ``grep -n`` or an editor puts before each line, and how a line of a log begins.
+_NUMBER, _LOG = re.compile(r" {0,8}(\d{1,9})(?:[:|\t] ?| {1,2})"), re.compile(r"\[|\d{4}-\d\d-\d\d[ T]|[A-Z]{4,8}\b")
 _JOURNAL = re.compile(
     r"((?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)?)|(?:\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\S{0,16})) "
     r"([\w.-]{1,120}) ([\w./@:-]{1,120}?)(?:\[(\d{1,8})\])?: ?"
@@ -47,6 +50,8 @@ _TABLE = re.compile(r"([A-Z][a-z]{2}) (\d{1,2}), (\d{4}) @ (\d\d:\d\d:\d\d(?:\.\
 _PRIORITY = re.compile(r"<\d{1,3}>(?=\S)")
 #: What a file is taken to have in front of its lines is looked for in so many of them.
 _LOOKED_AT = 400
+#: Fewer numbers in a row may be anything.
+_LEAST_NUMBERED = 10
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
@@ -65,14 +70,23 @@ class Carrier:
     """Takes off what the lines of one file have in front, known by its first lines; journal lines lack the year."""
 
     def __init__(self, lines: Iterable[str], year: int = 0) -> None:
-        self._is_compose = self._is_srun = self._is_quoted = False
+        self._is_compose = self._is_srun = self._is_quoted = self._is_numbered = False
         self.year = year
         # A time in front of all of it hides what they have in common.
         plain = [self.strip(line).text for line in lines if line.strip()][:_LOOKED_AT]
         enough = max(2 if len(plain) < 3 else 3, len(plain) // 3)
         # Each of these may also be text of a program's own, so that only a file full of them has them.
         self._is_compose = sum(bool(_COMPOSE.match(line)) for line in plain) >= enough
-        self._is_srun = sum(bool(_TASK.match(line)) for line in plain) >= enough
+        numbers = [match for line in plain if (match := _NUMBER.match(line))]
+        steps = [int(after[1]) - int(one[1]) for one, after in itertools.pairwise(numbers)]
+        # Tasks, and processes of ps, do not go up by one from line to line before what begins as a log does.
+        self._is_numbered = (
+            len(numbers) >= max(enough, _LEAST_NUMBERED)
+            and min(steps) > 0
+            and steps.count(1) * 2 > len(steps)
+            and sum(bool(_LOG.match(match.string, match.end())) for match in numbers) > 1
+        )
+        self._is_srun = not self._is_numbered and sum(bool(_TASK.match(line)) for line in plain) >= enough
         self._is_quoted = sum(line.startswith(">") for line in plain) >= enough
 
     def strip(self, line: str) -> Carried:
@@ -80,6 +94,8 @@ class Carrier:
         line = line[:MAX_LINE].rstrip("\r\n")
         line = line.rstrip(" │") if line.endswith("│") else line
         text, at, stream, program = _ESCAPES.sub("", line) if "\x1b" in line else line, 0.0, "", ""
+        if self._is_numbered and (match := _NUMBER.match(text)):
+            text = text[match.end() :]
         if self._is_quoted and (match := _QUOTE.match(text)):
             text = text[match.end() :]
         for _ in range(4):
