@@ -147,7 +147,7 @@ def after(function: Function, action: Callable[..., object]) -> Function:
 def after_construction(kind: type, action: Callable[[Any], object]) -> None:
     """Extend a class in place: `action` is called with each instance once it is constructed, and never raises."""
     guarded = never_raises(action)
-    kind.__init__ = after(kind.__init__, lambda _none, self, *_args, **_kwargs: guarded(self))  # type: ignore[misc]
+    kind.__init__ = after(kind.__init__, lambda _none, self, /, *_args, **_kwargs: guarded(self))  # type: ignore[misc]
 
 
 @never_raises

@@ -130,9 +130,14 @@ def _is_record(value: Any) -> bool:
 
 def fields_of(value: object) -> dict[str, Any]:
     """Return the fields of a configuration by name."""
-    names = [*getattr(type(value), "__struct_fields__", ())]
+    own = getattr(value, "__dict__", {})
+    names = [*getattr(type(value), "__struct_fields__", ()), *own]
     if dataclasses.is_dataclass(value):
         names += [field.name for field in dataclasses.fields(value)]
-    # As they are stored: transformers' configurations of several layers refuse to be asked for some of theirs.
-    own = getattr(value, "__dict__", {})
-    return {name: getattr(value, name, None) for name in names if name not in own} | dict(own)
+    fields = {}
+    for name in names:
+        try:
+            fields[name] = getattr(value, name, None)
+        except Exception:  # noqa: BLE001 - transformers' configurations refuse to say what differs from layer to layer
+            fields[name] = own.get(name)
+    return fields

@@ -127,7 +127,8 @@ class JournaledStates(dict[str, Any]):
     def abort(self, rid: str = "", abort_all: bool = False, *_args: Any, **_kwargs: Any) -> None:
         """Note that a request under way, or each, is aborted: its client had gone, or somebody asked for its end."""
         for one in list(self) if abort_all else [rid]:
-            state = self.get(one)
+            # A client may have sent anything.
+            state = self.get(one) if isinstance(one, str) else None
             if state is not None:
                 self._note(self._abort, state)
 

@@ -372,7 +372,7 @@ def test_the_manager_passes_a_wanted_journal_on(
 
 
 @pytest.mark.usefixtures("listener")
-def test_what_the_manager_aborts_is_noted_and_aborted() -> None:
+def test_what_the_manager_aborts_is_noted_and_aborted(caplog: pytest.LogCaptureFixture) -> None:
     aborted, before = list[object](), descriptors()
     manager: Any = SimpleNamespace(crash_dump_folder="/crash", rid_to_state={})
     manager.abort_request = lambda *args, **kwargs: aborted.append((args, kwargs))
@@ -386,7 +386,10 @@ def test_what_the_manager_aborts_is_noted_and_aborted() -> None:
 
     manager.abort_request("a")
     manager.abort_request(rid="no one")
+    # As a client may send it to 0.5.9.
+    manager.abort_request(["b", "c"])
     assert given_up() == {"a"}
     manager.abort_request(abort_all=True)
     assert given_up() == {"a", "b", "c"}
-    assert aborted == [(("a",), {}), ((), {"rid": "no one"}), ((), {"abort_all": True})]
+    assert aborted == [(("a",), {}), ((), {"rid": "no one"}), ((["b", "c"],), {}), ((), {"abort_all": True})]
+    assert "failed" not in caplog.text

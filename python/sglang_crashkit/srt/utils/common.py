@@ -174,11 +174,13 @@ def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
 
 #: This module stands in for the patched one, where that is not loaded or lacks them.
 _still_holding_resources, _wait_for_reap_or_raise = still_holding_resources, wait_for_reap_or_raise
+#: A program may take it out of `sys.modules`, to import SGLang afresh.
+_OWN = sys.modules[__name__]
 
 
 def _names() -> Any:
     module = sys.modules.get(_MODULE)
-    return module if hasattr(module, "_wait_for_reap_or_raise") else sys.modules[__name__]
+    return module if hasattr(module, "_wait_for_reap_or_raise") else _OWN
 
 
 def _processes_of(parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None) -> list[Any]:

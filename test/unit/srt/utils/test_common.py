@@ -170,6 +170,14 @@ def test_upstreams_own_wait_is_taken_over(family, monkeypatch, is_on: bool):
     assert upstream.call_args_list == ([] if is_on else [mock.call(processes, LONG)])
 
 
+def test_modules_taken_out_to_import_sglang_afresh_change_nothing(kill, family, monkeypatch):
+    process, _pids = family
+    for name in [name for name in sys.modules if name.startswith("sglang")]:
+        monkeypatch.delitem(sys.modules, name)
+    kill(process.pid, wait_timeout=LONG)
+    assert process.wait(LONG) == -signal.SIGKILL
+
+
 def test_a_function_that_can_wait_keeps_its_signature_and_default():
     calls = []
 
