@@ -48,15 +48,20 @@ class Guard:
     watcher: Watcher
     owner: str  # the fixture or the test that began it
     is_fixture: bool
+    param: object = None  # of the fixture
     reported: bool = False  # the death is in a report, or interrupts the test that will have it in one
-    cause: BaseException | None = None  # what failed of it
-    is_over: bool = False  # both the watch and its tests: another server may have the fixture's name now
+    is_over: bool = False  # the fixture is torn down: what has its name later is of other processes
+
+    def names(self, item: pytest.Item) -> bool:
+        """Say whether a test depends on the fixture, or is the test."""
+        if not self.is_fixture:
+            return self.owner == item.nodeid
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        return self.owner in getattr(item, "fixturenames", ()) and params.get(self.owner, self.param) is self.param
 
     def concerns(self, item: pytest.Item) -> bool:
         """Say whether a test depends on the watched processes, one of which has ended."""
-        if self.watcher.death is None:
-            return False
-        return self.owner in getattr(item, "fixturenames", ()) if self.is_fixture else self.owner == item.nodeid
+        return self.watcher.death is not None and not self.is_over and self.names(item)
 
     def report(self, kind: type[BaseException] = ProcessDiedError) -> BaseException:
         """Return the exception that says what is known of the death."""
@@ -73,7 +78,7 @@ class FailByName:
         self._folder = Path(folder).absolute() if folder else None
         self._guards: list[Guard] = []
         self._phase: tuple[pytest.Item, str] | None = None
-        self._fixtures: list[str] = []
+        self._fixtures: list[tuple[str, object]] = []
         self._handler: tuple[int, Any] | None = None
 
     def watch(self, source: Source, *, folder: Path | None = None) -> Watcher:
@@ -81,28 +86,34 @@ class FailByName:
         from sglang_crashkit.test.fail_fast import Watcher
 
         watcher = Watcher(source, lambda _death: self._interrupt(), folder=folder or self._folder)
-        owner = self._fixtures[-1] if self._fixtures else self._phase[0].nodeid if self._phase else ""
-        self._guards.append(Guard(watcher, owner, is_fixture=bool(self._fixtures)))
+        test = self._phase[0].nodeid if self._phase else ""
+        owner, param = self._fixtures[-1] if self._fixtures else (test, None)
+        self._guards.append(Guard(watcher, owner, is_fixture=bool(self._fixtures), param=param))
         self._listen()
         return watcher.start()
 
     # -- hooks
 
     @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, object, object]:
         """Know whose watch it is that begins meanwhile."""
-        self._fixtures.append(fixturedef.argname)
+        self._fixtures.append((fixturedef.argname, getattr(request, "param", None)))
         try:
             return (yield)
         finally:
             self._fixtures.pop()
 
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        """Know that no later test depends on what the fixture gave."""
+        for guard in self._guards:
+            guard.is_over |= guard.is_fixture and guard.owner == fixturedef.argname
+
     # Innermost, so that only the test's and its fixtures' code is ever interrupted, not other plugins'.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         """Let the setup be interrupted."""
-        for guard in self._guards:
-            guard.is_over = guard.reported and guard.watcher.stopped.is_set()
         self._phase = (item, "setup")
         try:
             return (yield)
@@ -124,7 +135,7 @@ class FailByName:
         """Report a death that no test has reported; a teardown itself is never interrupted."""
         result = yield
         for guard in self._guards:
-            if not guard.reported and guard.concerns(item):
+            if guard.watcher.death is not None and not guard.reported and guard.names(item):
                 raise guard.report()
         return result
 
@@ -140,9 +151,7 @@ class FailByName:
             return report
         for guard in self._guards:
             guard.watcher.settle()
-            # pytest raises what a fixture failed of again for each test that depends on it.
-            if guard.concerns(item) and (not guard.is_over or guard.cause is cause):
-                guard.cause = cause
+            if guard.concerns(item):
                 try:
                     raise guard.report() from cause
                 except ProcessDiedError:

@@ -138,6 +138,37 @@ class TestBroken:
 
     def test_second(self, broken):
         pass
+
+@pytest.fixture(scope="class")
+def swallowed(crashkit_watch):
+    process = start()
+    try:
+        with crashkit_watch(lambda: [("swallowed", process)]):
+            process.kill()
+            process.wait()
+            time.sleep(30)
+    except Exception:
+        pass
+    yield process
+
+class TestSwallowed:
+    def test_third(self, swallowed):
+        raise ConnectionError("refused")
+
+    def test_fourth(self, swallowed):
+        raise ConnectionError("refused")
+
+@pytest.fixture(scope="module", params=[1, 2])
+def each(request, crashkit_watch):
+    process = start()
+    with crashkit_watch(lambda: [("each", process)]):
+        yield process, request.param
+    end(process)
+
+def test_fifth(each):
+    if each[1] == 1:
+        each[0].kill()
+        read_from_nobody()
 """
 
 
@@ -148,12 +179,17 @@ def test_a_later_test_is_told_of_its_own_server_only(run):
         "test_of_its_own_fault": ["failure"],
         "test_first": ["error"],
         "test_second": ["error"],
+        "test_third": ["failure"],
+        "test_fourth": ["failure"],
+        "test_fifth[1]": ["failure"],
+        "test_fifth[2]": ["passed"],
     }
     messages = result.messages
     assert "server (pid=" in messages["test_victim"]
     assert "'own' == 'fault'" in messages["test_of_its_own_fault"]
     assert "(pid=" not in messages["test_of_its_own_fault"]
     assert all("broken (pid=" in messages[name] for name in ("test_first", "test_second"))
+    assert all("swallowed (pid=" in messages[name] for name in ("test_third", "test_fourth"))
 
 
 def test_the_running_test_fails_by_name_and_others_go_on(run):
