@@ -30,7 +30,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         ),
     ),
     ("warning", re.compile(r"\bWARN(?:ING)?\b|^W\d{4}(?:\d{4})? \d\d:|Warning:")),
-    ("warning", re.compile(r"(?i)\b(?:warning|deprecated|retry(?:ing)?|slow)\b|\"is_healthy\": ?false")),
+    ("warning", re.compile(r"(?i)\b(?:warning|deprecated|retry(?:ing)?|slow)\b")),
 )
 #: How a person's sentence begins: the failure that it tells of is not in this log.
 _PROSE = re.compile(r"(?:I|We|My|Our|Still) [a-z]")
