@@ -19,7 +19,10 @@ _MAX_STEPS, _MAX_STEP = 8, 240
 #: Classes in which what was said loudest is not told by anything else.
 _SILENT = frozenset({"no_incident", "busy", "no_progress"})
 #: Classes that say no more than that something failed; and how many seconds before it a line may tell what led to it.
-_VAGUE, _BEFORE_S = frozenset({"exception", "exception_in_sglang", "startup_failed", "exited", "aborted"}), 30.0
+_VAGUE, _BEFORE_S = (
+    frozenset({"exception", "exception_in_sglang", "startup_failed", "exited", "aborted", "collective_mismatch"}),
+    30.0,
+)
 
 
 def judge(case: Case) -> Verdict:

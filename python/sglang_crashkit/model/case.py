@@ -115,13 +115,13 @@ class Case(msgspec.Struct, kw_only=True):
         return last.text if last is not None and last.kind == "prefill" and last.last_order < event.order else ""
 
     def said_before(self, place: tuple[float, int], who: str | None, besides: str, secs: float) -> list[str]:
-        """Return the two lines that a process, or one without a name, said last within so many seconds before a place.
+        """Return the three lines that a process, or one without a name, said last within so many seconds before a place.
 
         Those that `besides` has already are left out.
         """
         lines = (one for one in reversed(self.events) if isinstance(one, Line) and one.place < place)
         near = (one.text for one in lines if one.who in ("", who) and place[0] - one.at <= secs)
-        return [*islice((text for text in near if text[:60] not in besides), 2)]
+        return [*islice((text for text in near if text[:60] not in besides), 3)]
 
     @property
     def loudest(self) -> list[tuple[str, int]]:
