@@ -23,7 +23,8 @@ HEALTH_TIMEOUT_S = 60.0
 
 #: What a process does in its main thread, in the middle of its work, when it gets one of these signals.
 SPIN_SIGNAL, HOARD_SIGNAL, RAISE_SIGNAL = signal.SIGRTMIN + 7, signal.SIGRTMIN + 8, signal.SIGRTMIN + 9
-PANIC_SIGNAL, EXIT_SIGNAL, VANISH_SIGNAL = signal.SIGRTMIN + 10, signal.SIGRTMIN + 11, signal.SIGRTMIN + 12
+# SIGRTMIN + 11 is what the kit has stacks written on.
+PANIC_SIGNAL, EXIT_SIGNAL, VANISH_SIGNAL = signal.SIGRTMIN + 10, signal.SIGRTMIN + 16, signal.SIGRTMIN + 12
 START_SIGNAL, ABORT_SIGNAL, STACKS_SIGNAL = signal.SIGRTMIN + 13, signal.SIGRTMIN + 14, signal.SIGRTMIN + 15
 #: What C++ says on standard error as it aborts.
 ABORT_WORDS = "CUDA error: an illegal memory access was encountered"
@@ -81,7 +82,7 @@ signal.signal(signal.SIGRTMIN + 7, spin_in_python)
 signal.signal(signal.SIGRTMIN + 8, take_memory)
 signal.signal(signal.SIGRTMIN + 9, fail)
 signal.signal(signal.SIGRTMIN + 10, panic)
-signal.signal(signal.SIGRTMIN + 11, lambda *_: sys.exit(3))
+signal.signal(signal.SIGRTMIN + 16, lambda *_: sys.exit(3))
 signal.signal(signal.SIGRTMIN + 12, lambda *_: os._exit(1))
 signal.signal(signal.SIGRTMIN + 13, start_helper)
 signal.signal(signal.SIGRTMIN + 14, abort_in_cpp)

@@ -115,7 +115,7 @@ class Case(msgspec.Struct, kw_only=True):
         return last.text if last is not None and last.kind == "prefill" and last.last_order < event.order else ""
 
     def said_before(self, place: tuple[float, int], who: str | None, besides: str, secs: float) -> list[str]:
-        """Return the three lines that a process, or one without a name, said last within so many seconds before a place.
+        """Return the three lines that a process, or one without a name, said last within some seconds before a place.
 
         Those that `besides` has already are left out.
         """

@@ -177,6 +177,7 @@ def test_the_end_of_one_process_1_takes_nothing_from_another(host: Host) -> None
         os.kill(other.pid_of(SCHEDULER), signal.SIGKILL)
         assert other.popen.wait(EXIT_S) == ServerExit.KILLED
     (incident,) = host.incidents
+    assert incident.finished
     assert incident.document["complete"] is True
     assert incident.document["verdict"]["first_failure"]["title"] == SCHEDULER
     assert host.places == []

@@ -185,7 +185,7 @@ def test_the_first_step_that_differs_is_told_and_in_what(
 def test_of_several_ranks_those_are_named_that_are_fewer() -> None:
     other = [*steps(LAST - 1), step(LAST, "extend", AB12)]
     found = judge((TP0, other), (TP1, steps()), (TP2, steps()))
-    assert (found.ranks, found.against, found.pids) == ("TP0", "TP1-2", (0,))
+    assert (found.ranks, found.against, found.pids, found.level) == ("TP0", "TP1-2", (0,), "established")
 
 
 def in_flight(number: int = LAST, phase: str = "forward_begun", **fields: Any) -> Step:

@@ -83,6 +83,8 @@ def test_a_dump_of_an_earlier_incident_is_ignored(start: Start, tmp_path: Path) 
     request.send()
     assert not request.is_unasked
     assert receive(request).data == CONTENT
+    # The next incident has one of its own.
+    assert not (tmp_path / "rank3").exists()
 
 
 def test_a_dead_processs_dump_is_found_by_its_name(tmp_path: Path) -> None:

@@ -246,6 +246,7 @@ ALIKE = [step_of(1, "a"), step_of(2, "a")]
         ("killed", {10: ALIKE, 11: [step_of(1, "a"), step_of(2, "b")]}, "; 3.0 s before the incident."),
         # Who was read first has not ended for that.
         ("hang", {10: ALIKE, 11: [*ALIKE, step_of(3, "a")]}, "No divergence in the last 2 steps of TP0-1."),
+        ("hang", {10: ALIKE}, "Whether the ranks diverged is unknown: of TP1 there are no steps."),
     ],
 )
 def test_an_incident_tells_where_the_ranks_diverged(

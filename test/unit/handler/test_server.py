@@ -163,6 +163,16 @@ def test_an_announced_teardown_leaves_nothing(start_server: Start) -> None:
 # -- the handler as a process
 
 
+def test_a_lost_crash_folder_loses_no_incident(start_server: Start) -> None:
+    server = start_server()
+    server.crash_folder.rename(server.crash_folder.with_name("elsewhere"))
+    server.crash_folder.write_text("not a folder")
+    server.kill("scheduler_TP1")
+    server.process.wait(LONG)
+    server.wait_for_handler()
+    assert server.incident(server.fallback).document is not None
+
+
 def test_a_rank_that_dies_in_its_capture_is_told(start_server: Start, tmp_path: Path) -> None:
     # GIVEN a py-spy that ends a rank; without the main process the others would end by themselves
     kill = 'grep -q "^sglang::scheduler" /proc/$5/cmdline && kill -9 $5'

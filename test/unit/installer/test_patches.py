@@ -132,6 +132,7 @@ def test_the_lock_loads_as_dumped_and_finds_builds(tmp_path):
     assert list(load_lock(tmp_path).releases) == ["0.5.9", "0.5.10"]
     assert lock.require("0.5.9+cu126") is releases["0.5.9"]
     assert lock.find("0.5.9.dev1") is None
+    assert lock.supported_range() == "2 releases, 0.5.9 to 0.5.10"
     assert (find_patch_root() / LOCK_NAME).is_file()
 
 

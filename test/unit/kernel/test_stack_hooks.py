@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -17,9 +18,11 @@ from sglang_crashkit.kernel.stack_hooks import (
 ARMED = StackHooks(pid=10, start_ticks=20, main_thread=30, signal=DEFAULT_SIGNAL, roots=("/a", "/b\udcff"))
 
 
-def test_what_was_written_is_read_for_the_same_process_only(tmp_path: Path) -> None:
-    describe(tmp_path, ARMED)
-    assert read_stack_hooks(tmp_path, 10, 20) == ARMED
+@pytest.mark.parametrize("signum", [DEFAULT_SIGNAL, 0])
+def test_what_was_written_is_read_for_the_same_process_only(tmp_path: Path, signum: int) -> None:
+    hooks = dataclasses.replace(ARMED, signal=signum)
+    describe(tmp_path, hooks)
+    assert read_stack_hooks(tmp_path, 10, 20) == hooks
     assert read_stack_hooks(tmp_path, 10, 21) is None
     assert HookFiles.of(tmp_path, 10, 20).description.stat().st_mode & 0o077 == 0
 

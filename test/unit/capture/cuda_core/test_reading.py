@@ -143,7 +143,7 @@ def test_one_that_hangs_is_killed_with_its_children_and_what_it_said_is_kept(
     core: Path, tmp_path: Path, stand_in: Callable[[str], None]
 ) -> None:
     (tmp_path / "table").write_text(TABLE)
-    stand_in(f"sleep 600 & echo $! > {tmp_path}/child; cat {tmp_path}/table; wait")
+    stand_in(f"trap '' TERM INT; sleep 600 & echo $! > {tmp_path}/child; cat {tmp_path}/table; wait")
     began = time.monotonic()
     told = read_cuda_core(core, 2.0)
     assert time.monotonic() - began < LONG

@@ -192,6 +192,7 @@ def test_the_forward_mode_and_an_extends_tokens_are_told(
         40_000,
         "batch 1, of 1 request (extend of 40,000 tokens)",
     )
+    assert found.at == found.batch_at > found.loop_at
     # The batch goes on as another kind, and keeps the number.
     batch.forward_mode = DECODE
     scheduler.run_batch(batch)
