@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -231,7 +232,9 @@ class Failures:
             said = [one.text for one in self._case.events if isinstance(one, Line | Progress)]
             notes = [row["step"] for row in rows("failures", "notes") if any(map(row["pattern"].search, said))]
             # What requests have met that failed one by one.
-            parts = filter(is_telling, (component_of(one.error.frames, one.error.text) for one in self._raises))
+            # Behind its words pydantic has what the client sent.
+            texts = ((one.error.frames, one.error.text.partition("input_value=")[0]) for one in self._raises)
+            parts = filter(is_telling, itertools.starmap(component_of, texts))
             answers = sum(one.count for one in self._work if one.kind == "answer") or None
             idle = self._case.last_at - max((one.last_at or float("inf") for one in self._work), default=float("inf"))
             yield finding_of(

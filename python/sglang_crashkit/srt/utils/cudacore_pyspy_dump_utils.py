@@ -32,6 +32,9 @@ _NAME = "sglang.srt.utils.cudacore_pyspy_dump_utils"
 logger = logging.getLogger(_NAME)
 
 _SCHEDULER = "sglang::scheduler"
+# Upstream's own words, whole, so that they are found.
+_NO_TARGETS_OF_PYSPY = "No sglang scheduler processes found for py-spy dump."
+_NO_TARGETS_OF_CORES = "No sglang scheduler processes found for CUDA coredump."
 #: The longest that py-spy may take with the native stack, which stops the process, and without, in seconds.
 _NATIVE_SECS = 5.0
 _SNAPSHOT_SECS = 2.0
@@ -74,7 +77,7 @@ def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
     """Bring this process's Python stacks, or those of all schedulers below it, into an incident, or into the log."""
     if _captured_by_handler():
         return
-    pids = [process.pid for process in _targets(scheduler_only, "py-spy dump")]
+    pids = [process.pid for process in _targets(scheduler_only, _NO_TARGETS_OF_PYSPY)]
     deadline = time.monotonic() + max(Settings.from_environ().budget_secs, _SNAPSHOT_SECS)
     for pid in pids:
         _dump_stack(pid, deadline)
@@ -87,7 +90,7 @@ def trigger_cuda_user_coredump(scheduler_only: bool = False) -> int:
             "CUDA user-triggered coredump is not enabled. Set CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 before CUDA "
             "initialization. next: start the server with --crash-dump-folder"
         )
-    return sum(_trigger(process) for process in _targets(scheduler_only, "CUDA coredump"))
+    return sum(_trigger(process) for process in _targets(scheduler_only, _NO_TARGETS_OF_CORES))
 
 
 def diagnose_schedulers() -> None:
@@ -129,12 +132,12 @@ def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
         return Path.cwd() / path
 
 
-def _targets(scheduler_only: bool, what: str) -> list[psutil.Process]:
+def _targets(scheduler_only: bool, if_none: str) -> list[psutil.Process]:
     if not scheduler_only:
         return [psutil.Process()]
     processes = collect_scheduler_processes()
     if not processes:
-        logger.error("No sglang scheduler processes found for %s.", what)
+        logger.error(if_none)
     return processes
 
 
