@@ -86,6 +86,7 @@ def test_a_command_that_fails_is_noted(outcome_of: Callable[..., dict[str, Any]]
     assert reason in outcome["reason"]
 
 
+@pytest.mark.wide
 def test_at_its_deadline_it_is_killed_with_all_that_it_started(
     outcome_of: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -448,9 +448,8 @@ def vast_log() -> Iterator[RingWriter]:
     writer.close()
 
 
-@pytest.mark.parametrize(
-    ("most", "expected", "mib"), [(200, 200, 8), pytest.param(1 << 30, 10_000, 64, marks=pytest.mark.wide)]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("most", "expected", "mib"), [(200, 200, 8), (1 << 30, 10_000, 64)])
 def test_a_vast_log_takes_no_more_memory_than_the_records_that_are_wanted(
     vast_log: RingWriter, most: int, expected: int, mib: int
 ) -> None:
