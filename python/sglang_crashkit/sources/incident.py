@@ -44,8 +44,6 @@ _MAX_BYTES = 64 << 20
 #: How SGLang names the ranks in front of its log lines, in that order.
 _RANKS = ("dp", "pp", "attn_cp", "moe_dp", "tp", "ep")
 _ORDERLY = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
-#: By these SGLang, or the kit, says that it did not get ready, or that it does not go on.
-_FAILED_STARTS = ("launch_failed", "startup_timeout")
 _HANGS = ("no_progress", "silent_at_sigterm", "unhealthy_at_sigterm", "watchdog_timeout", "busy_too_long")
 #: Through these a process passes while it starts, and never later.
 _STARTING = re.compile(
@@ -209,8 +207,7 @@ class _Incident:
             is_hang=self._is_hang,
             is_ended=self._incident.trigger.event in ("watchdog_timeout", "busy_too_long")
             and not any(one.get("soft") is True for one in self._incident.timeline),
-            is_starting=self._incident.kind == "failed_start"
-            or any(one.event in _FAILED_STARTS for one in self._incident.timeline)
+            is_starting=self._incident.failed_at_start
             or any(_STARTING.match(str(frame)) for one in self._errors.values() for frame in one.frames),
             notes=(*(self._incident.remarks if kind == "vanished" else ()), *self._notes()),
         )
