@@ -180,7 +180,8 @@ def env_of(lane: Lane, tp: int) -> dict[str, str]:
     """Return the environment that a server of a lane needs in a container."""
     outer = clean_environment()
     inner = {name: value for name, value in lane.serve_env().items() if outer.get(name) != value}
-    return inner | {"HOME": "/tmp", "HOSTNAME": HOST} | parallel_env(lane, tp, 1)
+    # The root is empty: no /etc/passwd says whose process it is, which torch asks.
+    return inner | {"HOME": "/tmp", "HOSTNAME": HOST, "USER": "sglang"} | parallel_env(lane, tp, 1)
 
 
 class Container(ManagedProcess):

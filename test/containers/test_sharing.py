@@ -16,9 +16,10 @@ from lanelib.lanes import ensure_lane
 from lanelib.procs import title_of, tree_of
 from lanelib.servers import free_port, wait_all_ready
 from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from unit.support.server_driver import Server as StandIn
-from unit.support.waiting import LONG
+from unit.support.waiting import LONG, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1200)]
 
@@ -85,6 +86,7 @@ def test_two_servers_of_one_container(docker: DockerHost, volume: Path, temporar
         os.kill(rank, signal.SIGKILL)
         container.url = first
         assert container.generate("Hello", timeout_s=LONG)["output_ids"]
+        wait_until(lambda: any(one.finished for one in find_incidents(volume)), "the incident is whole")
         _folder, document = the_incident(volume)
         assert_is_of_one_server(document)
         docker.run("stop", f"--time={int(LONG)}", container.name)

@@ -8,6 +8,7 @@ The file has a JSON object a line, and is empty until it is known that the serve
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -44,8 +45,8 @@ VANISHED = "vanished"
 TOUCH_SECS = 30.0
 #: Whether a child that has not ended yet has, is looked at this often, in seconds.
 _LOOK_SECS = 0.5
-#: What a child answers where there is no marker.
-_GONE = -1
+#: What a child answers where there is no marker, and where not even its folder is there.
+_GONE, _LOST = -1, -2
 _MAX_BYTES, _MAX_WORDS, _MAX_KERNEL_LINES = 1 << 16, 200, 3
 #: What the kernel says of processes that it ends, and of a machine that fails; of so many lines at most.
 _TELLING = re.compile(
@@ -139,9 +140,11 @@ class ServerMarker:
             except OSError as error:
                 self._fail(error)
             else:
-                if written == _GONE:
-                    # The server's end is known, or somebody removed it.
+                if written in (_GONE, _LOST):
+                    # The server's end is known, or somebody removed it; or the crash folder is gone.
                     logger.info("the marker %s is gone", self._path)
+                    if written == _LOST:
+                        self._fail(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
                     self._due = float("inf")
                     return
                 self._written = written
@@ -173,7 +176,7 @@ def _touch(path: Path, lines: list[Any], written: int) -> bytes:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        return str(_GONE).encode()
+        return str(_GONE if path.parent.is_dir() else _LOST).encode()
     # What is cut off spoils its own line only.
     data = "".join(f"\n{json.dumps(line)}\n" for line in lines).encode()
     if os.write(descriptor, data) < len(data):

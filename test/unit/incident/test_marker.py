@@ -347,6 +347,18 @@ def test_a_marker_that_is_gone_does_not_come_back(spool: Path) -> None:
     assert (handler.path.exists(), handler.marker.act_on_time()) == (False, float("inf"))
 
 
+def test_a_crash_folder_that_is_taken_away_is_told_once(spool: Path) -> None:
+    handler = Handler(spool)
+    handler.marker.create()
+    handler.begin()
+    shutil.rmtree(spool)
+    wait_until(lambda: handler.advance() or handler.said, "it is told")
+    handler.advance()
+    handler.settle()
+    assert len(handler.said) == 1
+    assert "cannot be kept (No such file or directory)" in handler.said[0]
+
+
 def test_a_disk_that_does_not_answer_holds_nobody_up(spool: Path) -> None:
     handler = Handler(spool)
     # Opening it waits for a reader, as for a disk.
