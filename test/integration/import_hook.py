@@ -39,8 +39,7 @@ def write_site(folder: Path, code: str, *modules: str) -> dict[str, str]:
     """Write a ``sitecustomize.py`` into a folder, and return the environment that brings it into a server.
 
     `code` runs as each Python process begins; its function ``change`` takes each of `modules`, full names, that has
-    just been loaded. The folder is made where there is none; it has no such file yet, or one that this wrote for other
-    modules.
+    just been loaded. The folder is made if it is missing. A file that this wrote before is extended.
     """
     folder.mkdir(exist_ok=True)
     with (folder / "sitecustomize.py").open("a") as file:

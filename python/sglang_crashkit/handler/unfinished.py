@@ -281,7 +281,7 @@ def _adopt_records(incident: Incident, folder: Path) -> None:
             continue
         data, taken = read_adopted(record), list(folder.glob(_PIECES["exception"].format(pid)))
         # Else the handler was killed when it had taken it in and not yet removed it here.
-        if all(one.read_bytes() != data for one in taken):
+        if not any(one.is_file() and one.read_bytes() == data for one in taken):
             make_private_folder(folder / "ranks")
             name = f"ranks/rank-{pid}.exception{len(taken) or ''}.json"
             write_private(folder / name, data)

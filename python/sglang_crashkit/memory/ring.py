@@ -71,7 +71,7 @@ SEALS = 0x1 | 0x2 | 0x4  # against more seals, shrinking, growing
 
 
 class RingError(CrashkitError):
-    """There is no memory for a ring, a heartbeat or steps, or what was opened is none of this layout."""
+    """There is no memory for a ring, a heartbeat or steps, or what was opened has another layout."""
 
 
 class RingWriter:

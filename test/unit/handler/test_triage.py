@@ -205,7 +205,7 @@ STORIES: dict[str, list[Step]] = {
         (6.0, TICK, f"{WENT_ON} finish"),
         (7.0, told("exception", RANK), f"write forget {RAISED}"),
     ],
-    "what a rank catches as a peer ends for a shutdown is none": [
+    "what a rank catches as a peer shuts down is no incident": [
         (1.0, ended(RANK, "SIGTERM"), LEFT),
         (1.3, told("exception", OTHER, caught=True), "permit:observe add_exception answer_captured"),
         (1.5, torn_down(ROOT, RANK, OTHER), "discard"),

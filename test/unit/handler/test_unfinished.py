@@ -132,6 +132,17 @@ def test_the_record_that_ended_a_rank_stays_beside_one_that_sglang_caught(tmp_pa
     assert said == ["caught", "the last one"]
 
 
+def test_what_is_no_file_beside_a_record_holds_nothing_up(tmp_path: Path) -> None:
+    spool = tmp_path / ".spool-77-1-5"
+    spool.mkdir()
+    (spool / "exception-8.json").write_text('{"message": "the last one"}')
+    server = {"pid": 77, "start_ticks": 1, "pid_namespace": 5, "hostname": "h"}
+    partial = abandon(tmp_path, processes=[REPORT], server=server, pieces={"ranks/y-9.txt": "y"})
+    os.mkfifo(partial / "ranks" / "x-8.exception.json")
+    (path,) = finish_abandoned(tmp_path)
+    assert json.loads((path / "ranks" / "rank-8.exception1.json").read_text()) == {"message": "the last one"}
+
+
 def test_one_that_holds_nothing_is_removed(tmp_path: Path) -> None:
     folder = IncidentFolder(tmp_path, "killed", "0123abcd", NOON)
     folder.ownership.release()

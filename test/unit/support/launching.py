@@ -65,7 +65,7 @@ class Case:
         self.handler.take(Message(event, fields, pid, None), self.handler.tree.get(pid))
 
     def end(self, pid: int) -> None:
-        """Kill a rank, whose end the handler does not notice. Nobody reaps it, so that it is dying all the time."""
+        """Kill a rank, whose end the handler does not notice. No process reaps it, so that it stays a zombie."""
         os.kill(pid, signal.SIGKILL)
         wait_until(self.handler.tree.get(pid).handle.has_exited, "the rank is dead")
 

@@ -72,7 +72,7 @@ def golden(name: str) -> dict[str, Any]:
     return document
 
 
-#: In place of a value: there is none.
+#: In place of a value: the field is left out.
 GONE = object()
 
 

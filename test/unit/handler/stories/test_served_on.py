@@ -23,6 +23,14 @@ def observed(server: Server, kind: str, words: str) -> tuple[dict[str, Any], dic
     return document, {path.name: path.read_text() for path in stored.path.glob("ranks/*exception*.txt")}
 
 
+def incidents_of_two(server: Server, first: str, then: str) -> list[dict[str, Any]]:
+    """Tell a process to fail, and one again once that is an incident; return the documents of both incidents."""
+    server.say(f"tell {first}")
+    wait_until(lambda: finished(server), "the first incident is whole")
+    server.say(f"tell {then}")
+    return wait_until(lambda: len(finished(server)) == 2 and finished(server), "the second incident is whole")
+
+
 def test_an_exception_that_sglang_catches_is_an_incident_of_a_server_that_goes_on(start_server: Start) -> None:
     server = start_server()
     server.say("tell scheduler_TP1 catch no such page")
@@ -37,12 +45,8 @@ def test_an_exception_that_sglang_catches_is_an_incident_of_a_server_that_goes_o
 
 
 def test_one_that_ends_the_server_later_is_an_incident_of_its_own(start_server: Start) -> None:
-    server = start_server()
-    server.say("tell scheduler_TP1 catch no such page")
-    wait_until(lambda: finished(server), "the incident of what was caught")
-    server.say("tell scheduler_TP0 raise no such slot")
-    wait_until(lambda: len(finished(server)) == 2, "the incident of what ends it")
-    assert sorted(one["verdict"]["text"].count("caught") for one in finished(server)) == [0, 1]
+    documents = incidents_of_two(start_server(), "scheduler_TP1 catch no such page", "scheduler_TP0 raise no such slot")
+    assert sorted(one["verdict"]["text"].count("caught") for one in documents) == [0, 1]
 
 
 def test_a_thread_that_an_exception_ends_is_an_incident_of_a_server_that_goes_on(start_server: Start) -> None:
@@ -60,12 +64,8 @@ def test_a_thread_that_an_exception_ends_is_an_incident_of_a_server_that_goes_on
 
 
 def test_what_fails_in_the_same_process_right_after_it_has_it_first(start_server: Start) -> None:
-    server = start_server()
-    server.say("tell scheduler_TP1 lose_thread no such page")
-    wait_until(lambda: finished(server), "the thread's incident")
-    server.say("tell scheduler_TP1 exit 3")
-    wait_until(lambda: len(finished(server)) == 2, "the incident of the exit")
-    (document,) = [one for one in finished(server) if one["kind"] != "thread_died"]
+    documents = incidents_of_two(start_server(), "scheduler_TP1 lose_thread no such page", "scheduler_TP1 exit 3")
+    (document,) = [one for one in documents if one["kind"] != "thread_died"]
     assert document["verdict"]["basis"][0].endswith(f"ValueError: no such page; {STOPPED}.")
     assert document["verdict"]["level"] == "supported"
     assert "then ended by exit status 3" in document["verdict"]["text"]
