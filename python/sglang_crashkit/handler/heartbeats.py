@@ -71,8 +71,12 @@ class Followed:
         """Take in what is seen of it now, `seen_secs` after the last look."""
         said = self._reader.read() if self._reader is not None else None
         goes_on = said != self.sign if self.is_rank else not self._stands(said, seen_secs)
+        if self.is_rank and said is not None:
+            # Even where it is no other sign: a garbage collection may have begun since.
+            self.sign = said
+        elif goes_on:
+            self.sign = _sign_at(now)
         if goes_on:
-            self.sign = said if self.is_rank and said is not None else _sign_at(now)
             self.silent_secs, self.signs = 0.0, self.signs + 1
         else:
             self.silent_secs += seen_secs

@@ -10,6 +10,7 @@ import pytest
 
 from sglang_crashkit.handler.heartbeats import LONG_COLLECTION, LOOK_SECS, SLOW_STEP, Pauses
 from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.memory import heartbeat
 from sglang_crashkit.model.step import Step
 from unit.support.beating import Beating
 from unit.support.tracked import tracked
@@ -42,6 +43,15 @@ def test_another_process_that_the_server_needs_is_no_scheduler(role: str) -> Non
 @pytest.mark.parametrize("modes", [None, 7, ["extend"], {"x": "a", "": "b", "-1": "c"}, {1: "extend"}])
 def test_names_of_modes_that_are_none_are_passed_over(modes: Any) -> None:
     assert Beating().follow(modes=modes).heartbeats.followed.keys() == {10, 11}
+
+
+def test_a_collection_that_began_after_the_last_sign_is_known_though_it_is_no_sign() -> None:
+    world = Beating().follow(10)
+    rank = world.heartbeats.followed[10]
+    world.heartbeats.look(0.0)
+    world.writers[10].words[heartbeat.COLLECTING_SINCE] = since = world.now + 0.2
+    world.heartbeats.look(1.0)
+    assert (rank.silent_secs, rank.sign.collecting_since) == (1.0, since)
 
 
 # -- pauses
