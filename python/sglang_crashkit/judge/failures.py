@@ -383,7 +383,8 @@ class Failures:
             subject=f"the {who} server" if who and who == event.side else f"{who or 'a process'}{side}", name=name,
             thread=event.thread, place=inner and f"{inner.function} ({inner.file}:{inner.line})",
             phase=is_phase_known and ("while it served" if is_started else "before it was ready"), text=text,
-            steps=_steps(row, named, error.text, arguments), way=way_out(part, arguments, is_seen=bool(frames)),
+            steps=_steps(row, named, error.text, arguments, error.frames),
+            way=way_out(part, arguments, is_seen=bool(frames)),
             code=error.code, batch=is_started and self._case.batch_before(event), on=not name and self._on,
             imports=not name and any(one.function == "<module>" for one in frames),
             is_consequence=row.follows,
@@ -645,13 +646,29 @@ def _only(case: Case, event: Event) -> str:
     return who if is_here else ""
 
 
-def _steps(row: _Row, named: dict[str, str], text: str, arguments: dict[str, Any]) -> list[str]:
-    """Return a row's steps with what its pattern named, and the options that a message names, or as arguments."""
-    is_none = row.follows or row.kind == "compile_failed"  # whose message has the compiler's
-    spoken = [f"--{name.replace('_', '-')} ({str(arguments[name])[:40]} here)"
-              for name in _pattern("argument").findall(text[:_MAX_TEXT]) if name in arguments]  # fmt: skip
-    options = [] if is_none else list(dict.fromkeys([*_pattern("option").findall(text[:_MAX_TEXT]), *spoken]))[:4]
-    return [*fill_steps(row.steps, named), *steps_of("named_options", options=", ".join(options))]
+def _steps(
+    row: _Row, named: dict[str, str], text: str, arguments: dict[str, Any], frames: Sequence[Frame] = ()
+) -> list[str]:
+    """Return a row's steps with what its pattern named, and the options that a message names, or as arguments.
+
+    Then those that are set and of whose names the functions that failed have two words, side by side.
+    """
+    steps = list(fill_steps(row.steps, named))
+    if row.follows or row.kind == "compile_failed":  # whose message has the compiler's
+        return steps
+    told = [f"--{name.replace('_', '-')} ({str(arguments[name])[:40]} here)"
+            for name in _pattern("argument").findall(text[:_MAX_TEXT]) if name in arguments]  # fmt: skip
+    options = list(dict.fromkeys([*_pattern("option").findall(text[:_MAX_TEXT]), *told]))[:4]
+    functions, failed = " ".join(one.function for one in frames[:4]), []
+    for name, value in arguments.items():
+        pairs = map("_".join, itertools.pairwise(name.split("_")))
+        if value not in (None, False, "") and any(len(pair) > 8 and pair in functions for pair in pairs):
+            failed.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"[:40]))
+    return [
+        *steps,
+        *steps_of("named_options", options=", ".join(options)),
+        *steps_of("set_options", options=", ".join(failed[:3])),
+    ]
 
 
 def _quoted(event: Event, text: str) -> str:
