@@ -358,11 +358,14 @@ class Failures:
         if kind == "startup_version" and part is None and error.frames and "/" in error.frames[0].file:
             part = error.frames[0].file.partition("/")[0] or None  # the package that raised it
         who = named.get("who") or row.who_is or event.who
-        # Before it is ready, a program that has the tokenizer's functions is the server's own.
-        if not who and (role != "tokenizer" or is_started):
+        in_launch = "launch_server|cli/serve|entrypoints/(?:engine|http_server)"
+        is_launch = not is_started and any(re.search(in_launch, one.file) for one in frames)
+        if not who and not is_started and role == "tokenizer":
+            # What has the tokenizer's functions before it is ready is the server's own program.
+            who = "main process" if is_launch else ""
+        elif not who:
             known = role if role != "scheduler" or not self._case.schedulers else ""
             who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
-            is_launch = not is_started and any(re.search("launch_server|cli/serve", one.file) for one in frames)
             who = who or ("" if event.is_cut and role == "scheduler" else role) or ("main process" if is_launch else "")
             if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
                 who = " on ".join(filter(None, (who, gpu[0])))
@@ -436,7 +439,7 @@ class Failures:
         because = [_quoted(event, event.text)]
         text = _first_line(event.text)
         if "leak detected" in event.text and self._is_outlived(event):
-            yield finding_of("leak_warned", (0.0, 1), because, text=text)
+            yield finding_of("leak_warned", (0.0, -1), because, text=text)
         if is_harmless and all(isinstance(one, Line) for one in self._case.events):
             yield finding_of("only_warned", (float("inf"), 1), because, text=text)
         # A start that goes on was only warned.
@@ -458,7 +461,7 @@ class Failures:
             frames = [frame for error in following.chain for frame in error.frames]
             who, code = following.who or _role("", frames), following.error.code
             of_frames = component_of(frames, arguments=self._case.arguments)
-            part = of_frames if part in _NOTICED and is_telling(of_frames) else part or of_frames
+            part = of_frames if part in _NOTICED and is_telling(of_frames) else part
         elif not who and (ended := self._next(self._exits, event)):
             who = ended.who
         part = row.part_of(part)
