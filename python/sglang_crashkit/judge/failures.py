@@ -358,11 +358,14 @@ class Failures:
         if kind == "startup_version" and part is None and error.frames and "/" in error.frames[0].file:
             part = error.frames[0].file.partition("/")[0] or None  # the package that raised it
         who = named.get("who") or row.who_is or event.who
-        # Before it is ready, a program that has the tokenizer's functions is the server's own.
-        if not who and (role != "tokenizer" or is_started):
+        in_launch = "launch_server|cli/serve|entrypoints/(?:engine|http_server)"
+        is_launch = not is_started and any(re.search(in_launch, one.file) for one in frames)
+        if not who and not is_started and role == "tokenizer":
+            # What has the tokenizer's functions before it is ready is the server's own program.
+            who = "main process" if is_launch else ""
+        elif not who:
             known = role if role != "scheduler" or not self._case.schedulers else ""
             who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
-            is_launch = not is_started and any(re.search("launch_server|cli/serve", one.file) for one in frames)
             who = who or ("" if event.is_cut and role == "scheduler" else role) or ("main process" if is_launch else "")
             if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
                 who = " on ".join(filter(None, (who, gpu[0])))
@@ -383,7 +386,8 @@ class Failures:
             subject=f"the {who} server" if who and who == event.side else f"{who or 'a process'}{side}", name=name,
             thread=event.thread, place=inner and f"{inner.function} ({inner.file}:{inner.line})",
             phase=is_phase_known and ("while it served" if is_started else "before it was ready"), text=text,
-            steps=_steps(row, named, error.text, arguments), way=way_out(part, arguments, is_seen=bool(frames)),
+            steps=_steps(row, named, error.text, arguments, error.frames),
+            way=way_out(part, arguments, is_seen=bool(frames)),
             code=error.code, batch=is_started and self._case.batch_before(event), on=not name and self._on,
             imports=not name and any(one.function == "<module>" for one in frames),
             is_consequence=row.follows,
@@ -435,7 +439,7 @@ class Failures:
         because = [_quoted(event, event.text)]
         text = _first_line(event.text)
         if "leak detected" in event.text and self._is_outlived(event):
-            yield finding_of("leak_warned", (0.0, 1), because, text=text)
+            yield finding_of("leak_warned", (0.0, -1), because, text=text)
         if is_harmless and all(isinstance(one, Line) for one in self._case.events):
             yield finding_of("only_warned", (float("inf"), 1), because, text=text)
         # A start that goes on was only warned.
@@ -457,7 +461,7 @@ class Failures:
             frames = [frame for error in following.chain for frame in error.frames]
             who, code = following.who or _role("", frames), following.error.code
             of_frames = component_of(frames, arguments=self._case.arguments)
-            part = of_frames if part in _NOTICED and is_telling(of_frames) else part or of_frames
+            part = of_frames if part in _NOTICED and is_telling(of_frames) else part
         elif not who and (ended := self._next(self._exits, event)):
             who = ended.who
         part = row.part_of(part)
@@ -645,13 +649,29 @@ def _only(case: Case, event: Event) -> str:
     return who if is_here else ""
 
 
-def _steps(row: _Row, named: dict[str, str], text: str, arguments: dict[str, Any]) -> list[str]:
-    """Return a row's steps with what its pattern named, and the options that a message names, or as arguments."""
-    is_none = row.follows or row.kind == "compile_failed"  # whose message has the compiler's
-    spoken = [f"--{name.replace('_', '-')} ({str(arguments[name])[:40]} here)"
-              for name in _pattern("argument").findall(text[:_MAX_TEXT]) if name in arguments]  # fmt: skip
-    options = [] if is_none else list(dict.fromkeys([*_pattern("option").findall(text[:_MAX_TEXT]), *spoken]))[:4]
-    return [*fill_steps(row.steps, named), *steps_of("named_options", options=", ".join(options))]
+def _steps(
+    row: _Row, named: dict[str, str], text: str, arguments: dict[str, Any], frames: Sequence[Frame] = ()
+) -> list[str]:
+    """Return a row's steps with what its pattern named, and the options that a message names, or as arguments.
+
+    Then those that are set and of whose names the functions that failed have two words, side by side.
+    """
+    steps = list(fill_steps(row.steps, named))
+    if row.follows or row.kind == "compile_failed":  # whose message has the compiler's
+        return steps
+    told = [f"--{name.replace('_', '-')} ({str(arguments[name])[:40]} here)"
+            for name in _pattern("argument").findall(text[:_MAX_TEXT]) if name in arguments]  # fmt: skip
+    options = list(dict.fromkeys([*_pattern("option").findall(text[:_MAX_TEXT]), *told]))[:4]
+    functions, failed = " ".join(one.function for one in frames[:4]), []
+    for name, value in arguments.items():
+        pairs = map("_".join, itertools.pairwise(name.split("_")))
+        if value not in (None, False, "") and any(len(pair) > 8 and pair in functions for pair in pairs):
+            failed.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"[:40]))
+    return [
+        *steps,
+        *steps_of("named_options", options=", ".join(options)),
+        *steps_of("set_options", options=", ".join(failed[:3])),
+    ]
 
 
 def _quoted(event: Event, text: str) -> str:

@@ -17,7 +17,7 @@ from sglang_crashkit.model.verdict import KnownIssue, Verdict
 
 _MAX_STEPS, _MAX_STEP = 8, 240
 #: Classes in which what was said loudest is not told by anything else.
-_SILENT = frozenset({"no_incident", "busy", "no_progress"})
+_SILENT = frozenset({"no_incident", "busy", "no_progress", "unknown"})
 #: Classes that say no more than that something failed; and how many seconds before it a line may tell what led to it.
 _VAGUE, _BEFORE_S = (
     frozenset({"exception", "exception_in_sglang", "startup_failed", "exited", "aborted", "collective_mismatch"}),
@@ -62,7 +62,8 @@ def judge(case: Case) -> Verdict:
         part = component_of(words=" ".join(before), arguments=case.arguments) if chosen.kind == "aborted" else None
         verdict.component = verdict.component or part
     for text, count in case.loudest if chosen.kind in _SILENT else ():
-        steps += steps_of("loudest", text=text[:170], count=count if count > 1 else None)
+        worst = "unexplained" if chosen.kind == "unknown" else "loudest"
+        steps += steps_of(worst, text=text[:170], count=count if count > 1 else None)
     if query:
         steps[_MAX_STEPS - 1 :] = [f"search upstream's issues: https://github.com/sgl-project/sglang/issues?q={query}"]
     verdict.next = [step[:_MAX_STEP] for step in dict.fromkeys(_by_vendor(steps, case))][:_MAX_STEPS]

@@ -237,6 +237,21 @@ def test_what_a_healthy_server_says_most_is_told_and_what_python_warns_of_is_not
     ]
 
 
+def test_of_what_no_rule_knows_the_loudest_line_is_told() -> None:
+    line = Line(order=9, at=9.0, text="lease lost by the broker", level="warning", count=4)
+    verdict = verdict_of(line)
+    assert verdict.kind == "unknown"
+    assert "what it says worst, 4 times, is not known: lease lost by the broker" in verdict.next
+
+
+def test_an_option_whose_words_the_failing_functions_have_is_named() -> None:
+    values = {"mamba_radix_cache_strategy": "extra_buffer", "enable_metrics": True, "disable_radix_cache": False}
+    frames = "_mamba_radix_cache_v2_req_prepare (sglang/srt/managers/schedule_batch.py:9)"
+    verdict = verdict_of(Arguments(order=1, at=1.0, values=values), raised("TypeError: no subscript", frames))
+    told = [step for step in verdict.next if "it failed where" in step]
+    assert [step.partition(":")[0] for step in told] == ["--mamba-radix-cache-strategy extra_buffer"]
+
+
 def test_an_argument_is_named_as_the_option_that_sets_it_with_its_value() -> None:
     told = Arguments(order=1, at=1.0, values={"page_size": 16, "attention_backend": "flashmla", "tp_size": 2})
     frames = ("__init__ (sglang/srt/layers/attention/flashmla_backend.py:9)", "__init__ (sglang/srt/model_runner.py:3)")

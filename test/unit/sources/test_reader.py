@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.model.case import case_of
 from sglang_crashkit.model.event import Collective, Exit, Gpu, Kernel, Line, Progress, Raised, Stack, Stop, Unread
+from sglang_crashkit.model.sample import Frame, Thread
 from sglang_crashkit.sources.text.reader import read
 
 #: Writes a text into a file, and returns the events of a class that are in it.
@@ -151,6 +152,19 @@ Thread 1 (Thread 0x7f (LWP {0}) "sglang::schedul"):
 
 (gdb) detach
 """
+TOP = """\
+Collecting samples from 'sglang::scheduler_TP1' (python v3.12.3)
+Total Samples 12000
+GIL: 99.00%, Active: 100.00%, Threads: 24
+
+  %Own   %Total  OwnTime  TotalTime  Function (filename)
+ 87.00%  95.00%  104.2s    113.9s   evict (sglang/srt/mem_cache/radix_cache.py:410)
+  0.00% 100.00%   0.00s    119.9s   event_loop_overlap (sglang/srt/managers/scheduler.py)
+"""
+TOP_FRAMES = (
+    Frame("evict", "sglang/srt/mem_cache/radix_cache.py", 410),
+    Frame("event_loop_overlap", "sglang/srt/managers/scheduler.py", 0),
+)
 PS = """\
    2201    2190 Rl+  -                98.2  01:14:02 sglang::schedul sglang::scheduler_TP0
    2203    2190 Tl+  do_signal_stop   71.3  01:14:02 sglang::schedul sglang::scheduler_TP2
@@ -188,6 +202,7 @@ DRAINS = "Gracefully exiting... Remaining number of requests {}. Remaining reque
         (CHILD.format(256), Exit, ("code", "signal"), [(1, "")]),
         (f"{DEAD}[2026-10-05 08:00:00] Exit code: -9\n", Exit, ("who", "signal"), [("TP1", "SIGKILL")]),
         (GDB.format(70) + GDB.format(80), Stack, ("who", "sample.pid"), [("scheduler", 70), ("scheduler", 80)]),
+        (TOP, Stack, ("who", "sample.threads"), [("TP1", (Thread("MainThread", None, True, True, TOP_FRAMES),))]),
         (PS, Stack, ("who", "sample.pid", "sample.state"), [("TP2", 2203, "T")]),
         (
             QUERY,

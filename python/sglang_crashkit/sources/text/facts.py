@@ -37,7 +37,11 @@ _PROSE = re.compile(r"(?:I|We|My|Our|Still) [a-z]")
 _STATED = re.compile(r"(?:.{0,60}?[\s|\[(-])?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)(?=[:\s\]|)-])")
 _BY_WORD: dict[str, LineLevel] = {"DEBUG": "debug", "INFO": "info", "WARN": "warning", "WARNING": "warning"}
 
-ACCESS = re.compile(r'"(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (\S{1,300}) HTTP/[\d.]+" (\d{3})')
+#: An answer, as the server's log has it, or a router's what it passed on; why one failed is that line's own word.
+ACCESS = re.compile(
+    r'(?:"|method=)(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (?:uri=|path=)?(\S{1,300}) '
+    r'(?:HTTP/[\d.]+" |.{0,300}?\bstatus(?:_code)?=(?=2))(\d{3})\b'
+)
 
 
 _Rows = tuple[tuple[str, bool, re.Pattern[str]], ...]

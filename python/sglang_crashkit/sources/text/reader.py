@@ -547,6 +547,9 @@ class _File:
         self._add(key, event)
 
     def _line(self, text: str, key: str, stream: _Stream, *, is_own: bool, program: str) -> None:
+        if not is_own and stream.said.endswith("hit an exception:") and tracebacks.bare_exception(text):
+            # Somebody left the traceback out.
+            is_own, stream.more = True, []
         at, who = stream.at, stream.who if is_own else ""
 
         def make(event: type[_Made], /, **fields: Any) -> _Made:
@@ -611,7 +614,7 @@ class _File:
             add(Exit, who=subject, code=ended[0], signal=ended[1], text=text[:400])
         stream.said = text[:400]
         self._keep(text, key, make(Line, text=text[:_MAX_MESSAGE], level=level), stream.more if is_own else [])
-        if not is_own and not _LIBRARY.search(text[:600]) and len(stream.more) < _MAX_MORE:
+        if not is_own and ended is None and not _LIBRARY.search(text[:600]) and len(stream.more) < _MAX_MORE:
             stream.more.append(text[:_MAX_MORE_LINE])
 
     def _keep(self, text: str, key: str, line: Line, more: list[str]) -> None:

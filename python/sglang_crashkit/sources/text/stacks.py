@@ -14,6 +14,10 @@ _THREAD = re.compile(r'Thread (0x[0-9A-Fa-f]+|\d+)(?: \(([\w+ ]{1,40})\))?(?:: "
 _PYSPY_FRAME = re.compile(
     r"\s{1,12}(?!File )(\S[^()]{0,400}?(?:\([^()]{0,80}\))?[^()]{0,200}?) \(([^()]{1,600}?)(?::(\d{1,9}))?\)\s*$"
 )
+#: py-spy top: the functions that most samples were in come first, and their callers, which all were in, last.
+_TOP = re.compile(r"Collecting samples from '(.{1,600}?)'? \(python v")
+_TOP_NOTE = re.compile(r"Total Samples \d|GIL: +(?P<gil>[\d.]{1,6})%, Active: +(?P<active>[\d.]{1,6})%|%Own +%Total ")
+_TOP_FRAME = re.compile(r"[\d.]{1,6}% +[\d.]{1,6}% +[\d.]{1,9}s +[\d.]{1,9}s (?= {1,8}\S)")
 #: A frame that somebody pasted without the thread that it is of.
 _PATH = r"[\w.-]{1,80}/"
 _BARE_FRAME = re.compile(
@@ -61,6 +65,8 @@ _SIGNAL_NOTE = re.compile(r"={2,40}|(?:\[[\w.:-]{1,100}\] )?(?:\*{3} |Signal cod
 _RANKS = re.compile(r"(PP|DP|TP|EP|ATTN_CP|MOE_DP|CP)_?(\d+)")
 #: Frames of one thread, threads of one process.
 _MAX_FRAMES, _MAX_THREADS = 400, 2000
+#: In more than so many of 100 samples a thread was at work.
+_OFTEN = 50
 
 
 @dataclass
@@ -125,7 +131,7 @@ def begins(text: str) -> bool:
     """Return whether a line may begin a block of stacks."""
     head = text.lstrip()[:8]
     return (
-        head.startswith(("Process ", "Thread ", "Current ", "Fatal Py", "#", "Core was"))
+        head.startswith(("Process ", "Thread ", "Current ", "Fatal Py", "#", "Core was", "Collecti"))
         or (".py" in text and _BARE_FRAME.match(text) is not None)
         or (head.startswith('File "') and _FAULT_FRAME.match(text) is not None)
         or (
@@ -155,6 +161,12 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
     if match := _PROCESS.match(line):
         # Of multiprocessing (``Process sglang::scheduler_TP0:``) there is no pid, so it does not match.
         return StackBlock("py-spy", int(match[1]), match[2].strip()), True
+    if match := _TOP.match(stripped):
+        return StackBlock("py-spy", title=match[1]), True
+    if block is not None and block.by == "py-spy" and (match := _TOP_NOTE.match(stripped)):
+        if match["gil"]:
+            block.begin("MainThread", None, active=float(match["active"]) > _OFTEN, gil=float(match["gil"]) > _OFTEN)
+        return block, True
     if match := _FAULT.match(stripped):
         # faulthandler goes on where a library's handler of the same signal has ended.
         block = _begun(block, "native")
@@ -204,7 +216,7 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
         return block, True
     if block is None:
         return None, False
-    if block.by == "py-spy" and (match := _PYSPY_FRAME.match(line)):
+    if block.by == "py-spy" and (match := _PYSPY_FRAME.match(_TOP_FRAME.sub("", stripped) if "%" in line else line)):
         block.add(match[1].strip(), match[2], match[3])
         return block, True
     if block.by == "native" and _SIGNAL_NOTE.match(stripped):
