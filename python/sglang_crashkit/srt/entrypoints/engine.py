@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +17,7 @@ from sglang_crashkit.capture.environment import read_versions
 from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.memory.ring import write_blob
 from sglang_crashkit.redact import redact_command
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published
+from sglang_crashkit.settings import LAUNCH_VARIABLE, SOCKET_VARIABLE, Settings, published
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.hooks import Function, before, in_place_of, never_raises, note_failure, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
@@ -48,7 +49,8 @@ def on_engine_launch(server_args: Any) -> None:
         return
     set_crash_dump_env(server_args)
     mode = crash_exit.note_launch(server_args)
-    startup.note_launch()
+    # For the processes that this one is about to start: since when their readiness is waited for.
+    os.environ[LAUNCH_VARIABLE] = str(time.monotonic())
     _follows = (getattr(server_args, "node_rank", 0) or 0) > 0
     if crash_folder or settings.diagnostics:
         try:
