@@ -52,12 +52,18 @@ def watch_decode_servers(queue: Any) -> None:
     manager, lately = queue.kv_manager, Lately(AGAIN_SECS, MAX_PEERS)
 
     def note(bootstrap_room: int, status: int) -> None:
-        if status == _FAILED:
-            reason = str(getattr(manager, "failure_records", {}).get(bootstrap_room, ""))
-            for host, port in _unreachable(manager, bootstrap_room, reason):
-                address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-                if lately.is_news(address):
-                    _report("decode", "failed_transfer", address, reason, _waiting_for_decode(queue, (host, port)))
+        if status != _FAILED:
+            return
+        reason = str(getattr(manager, "failure_records", {}).get(bootstrap_room, ""))
+        asked = dict(getattr(manager, "transfer_infos", {}).get(bootstrap_room, ()))
+        given_up = getattr(manager, "failed_sessions", None)
+        if given_up is None:
+            # Only Mooncake notes which decode rank it could not send to; the others have the request's.
+            given_up = () if reason.startswith(_NO_TRANSFER) else asked
+        for host, port in {(info.endpoint, info.dst_port) for session, info in asked.items() if session in given_up}:
+            address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+            if lately.is_news(address):
+                _report("decode", "failed_transfer", address, reason, _waiting_for_decode(queue, (host, port)))
 
     if hasattr(manager, "update_status"):
         manager.update_status = before(manager.update_status, note)
@@ -91,13 +97,3 @@ def _waiting_for_decode(queue: Any, rank: tuple[str, int]) -> Iterator[tuple[Any
         asked = queue.kv_manager.transfer_infos.get(request.bootstrap_room)
         if asked and rank in [(info.endpoint, info.dst_port) for info in list(asked.values())]:
             yield request, request.disagg_kv_sender
-
-
-def _unreachable(manager: Any, room: int, reason: str) -> set[tuple[str, int]]:
-    """Return host and port of the decode ranks that a request's KV cache could not be sent to."""
-    asked = dict(getattr(manager, "transfer_infos", {}).get(room, ()))
-    given_up = getattr(manager, "failed_sessions", None)
-    if given_up is None:
-        # Only Mooncake notes which one it was; the others have the request's.
-        given_up = () if reason.startswith(_NO_TRANSFER) else asked
-    return {(info.endpoint, info.dst_port) for session, info in asked.items() if session in given_up}

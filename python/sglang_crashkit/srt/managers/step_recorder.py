@@ -221,20 +221,18 @@ class StepRecorder:
 
     def take_results(self, batch: Any, result: Any) -> None:
         """Note that the scheduler turns to the results of a batch, the oldest that it did not process yet."""
-        number = getattr(batch, "forward_iter", None) or self._oldest()
+        number = getattr(batch, "forward_iter", None)
+        if not number:
+            pending = self._pending
+            while pending and pending[0] <= self._processed:
+                pending.popleft()
+            number = pending[0] if pending else 0
         if number:
             if self._is_cpu or _has_arrived(result):
                 self.writer.begin_results(number)
             else:
                 self.writer.wait_for_results(number)
         self._processing = self._processed = number
-
-    def _oldest(self) -> int:
-        """Return the oldest step to whose results the scheduler did not turn yet, 0 without one."""
-        pending = self._pending
-        while pending and pending[0] <= self._processed:
-            pending.popleft()
-        return pending[0] if pending else 0
 
     def end(self) -> None:
         """Note that the results were processed."""
