@@ -39,7 +39,10 @@ def watch_prefill_servers(queue: Any) -> None:
         if lately.is_news(failed_bootstrap_addr):
             interval, failures = (getattr(manager, name, "?") for name in ("heartbeat_interval", "max_failures"))
             reason = f"{failures} heartbeats in a row failed, one every {interval} s"
-            waiting = _waiting_for_prefill(queue, failed_bootstrap_addr)
+            # Whose KV cache has not come from it; a warm-up has no address.
+            entries = chain(queue.queue[:_MAX_REQUESTS], queue.transfer_queue.queue[:_MAX_REQUESTS])
+            pairs = ((entry.req, entry.kv_receiver) for entry in entries)
+            waiting = (pair for pair in pairs if getattr(pair[1], "bootstrap_addr", None) == failed_bootstrap_addr)
             _report("prefill", "heartbeat", failed_bootstrap_addr, reason, waiting)
 
     if hasattr(manager, "_handle_node_failure"):
@@ -81,13 +84,6 @@ def _report(role: Role, sign: Sign, address: str, reason: str, waiting: Iterator
     lost = LostPeer.from_fields(told | {"requests": requests, "count": count}, os.getpid())
     if lost is not None:
         notify("peer_lost", **msgspec.to_builtins(lost))
-
-
-def _waiting_for_prefill(queue: Any, address: str) -> Iterator[tuple[Any, Any]]:
-    """Yield each request whose KV cache has not come from `address`, with its receiver; a warm-up has no address."""
-    for entry in chain(queue.queue[:_MAX_REQUESTS], queue.transfer_queue.queue[:_MAX_REQUESTS]):
-        if getattr(entry.kv_receiver, "bootstrap_addr", None) == address:
-            yield entry.req, entry.kv_receiver
 
 
 def _waiting_for_decode(queue: Any, rank: tuple[str, int]) -> Iterator[tuple[Any, Any]]:
