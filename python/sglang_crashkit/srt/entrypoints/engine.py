@@ -87,7 +87,14 @@ def on_wait_for_scheduler_ready(wait: Function) -> Function:
             return wait(scheduler_pipe_readers, scheduler_procs)
         supervisor.register(scheduler_procs)
         can_watch = startup.can_watch(scheduler_pipe_readers, scheduler_procs)
-        children = _children(scheduler_pipe_readers, scheduler_procs) if can_watch else []
+        children = []
+        if can_watch:
+            # Processes beyond the pipes are those that the data-parallel controller speaks for; their order is not
+            # their rank.
+            is_rank = len(scheduler_pipe_readers) == len(scheduler_procs)
+            for number, (process, reader) in enumerate(zip_longest(scheduler_procs, scheduler_pipe_readers)):
+                name = f"Rank {number} scheduler" if is_rank or process is None else ""
+                children.append(Child(name, process, reader))
         try:
             infos = _watch_start(children) if can_watch else None
             if infos is None:
@@ -124,16 +131,6 @@ def _watch_start(children: Sequence[Child]) -> list[Any] | None:
     except Exception:  # noqa: BLE001 - upstream waits instead
         note_failure(_watch_start)
         return None
-
-
-def _children(readers: Sequence[Any], processes: Sequence[Any]) -> list[Child]:
-    # Processes beyond the pipes are those that the data-parallel controller speaks for; their order is not their rank.
-    is_rank = len(readers) == len(processes)
-    pairs = enumerate(zip_longest(processes, readers))
-    return [
-        Child(f"Rank {number} scheduler" if is_rank or process is None else "", process, reader)
-        for number, (process, reader) in pairs
-    ]
 
 
 def _report_failed_child(*_args: Any, **_kwargs: Any) -> None:

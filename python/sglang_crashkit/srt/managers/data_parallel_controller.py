@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,21 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
         if not Settings.from_environ().enabled or not startup.can_watch(readers, []):
             return readers
         supervisor.register(_own_processes(controller))
-        members += _members_of_group(controller, readers)
+        dp_rank = getattr(_thread, "dp_rank", None)
+        group = "" if dp_rank is None else f"DP{dp_rank} "
+        processes: list[Any]
+        if started := getattr(controller, "prelaunched_schedulers", None):
+            # Those that the launching process started for the controller are known by pid.
+            pids = {id(reader): pid for pid, reader in started.values()}
+            processes = [pids.get(id(reader)) for reader in readers]
+        else:
+            # Threads start their groups side by side, so that the order of the processes says nothing: each is the one
+            # at the other end of the pipe. The kernel's name of a pipe has its inode.
+            files = [(each, {path for _link, path in open_files(each.pid)}) for each in _own_processes(controller)]
+            pipes = [Path(f"/proc/self/fd/{reader.fileno()}").readlink() for reader in readers]
+            processes = [next((process for process, opened in files if pipe in opened), None) for pipe in pipes]
+        pairs = enumerate(zip(processes, readers, strict=True))
+        members += [Child(f"{group}Rank {rank} scheduler", process, reader) for rank, (process, reader) in pairs]
         groups = getattr(controller, _GROUPS, None)
         if isinstance(groups, _Groups):
             groups.join(members)
@@ -178,21 +191,3 @@ def _with_others(controller: Any, members: list[Child]) -> list[Child]:
     known = [member.process for member in members]
     members += [Child("", process) for process in _own_processes(controller) if process not in known]
     return members
-
-
-def _members_of_group(controller: Any, readers: Sequence[Any]) -> list[Child]:
-    dp_rank = getattr(_thread, "dp_rank", None)
-    group = "" if dp_rank is None else f"DP{dp_rank} "
-    processes: list[Any]
-    if started := getattr(controller, "prelaunched_schedulers", None):
-        # Those that the launching process started for the controller are known by pid.
-        pids = {id(reader): pid for pid, reader in started.values()}
-        processes = [pids.get(id(reader)) for reader in readers]
-    else:
-        # Threads start their groups side by side, so that the order of the processes says nothing: each is the one at
-        # the other end of the pipe. The kernel's name of a pipe has its inode.
-        files = [(each, {path for _link, path in open_files(each.pid)}) for each in _own_processes(controller)]
-        pipes = [Path(f"/proc/self/fd/{reader.fileno()}").readlink() for reader in readers]
-        processes = [next((process for process, opened in files if pipe in opened), None) for pipe in pipes]
-    pairs = enumerate(zip(processes, readers, strict=True))
-    return [Child(f"{group}Rank {rank} scheduler", process, reader) for rank, (process, reader) in pairs]
