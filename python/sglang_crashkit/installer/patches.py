@@ -72,6 +72,12 @@ class Hunk:
         """The lines that take their place."""
         return [text for tag, text in self.lines if tag != b"-"]
 
+    def places(self, lines: list[bytes]) -> list[int]:
+        """Return every index of `lines`, from 0, at which all old lines stand."""
+        old = self.old
+        starts = range(len(lines) - len(old) + 1) if old else ()
+        return [at for at in starts if lines[at] == old[0] and lines[at : at + len(old)] == old]
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -97,17 +103,15 @@ class Patch:
         problems: dict[int, str] = {}
         free_from = 0
         for number, hunk in enumerate(self.hunks, start=1):
-            old = hunk.old
-            starts = range(len(lines) - len(old) + 1) if old else ()
-            found = [at for at in starts if lines[at] == old[0] and lines[at : at + len(old)] == old]
+            found = hunk.places(lines)
             if len(found) != 1:
                 where = f"at {len(found)} places" if found else "nowhere"
-                problems[number] = f"its {len(old)} old lines stand {where}"
+                problems[number] = f"its {len(hunk.old)} old lines stand {where}"
             elif found[0] < free_from:
                 problems[number] = f"it stands at line {found[0] + 1}, before the end of the hunk ahead of it"
             else:
                 places.append(found[0])
-                free_from = found[0] + len(old)
+                free_from = found[0] + len(hunk.old)
         if problems:
             raise HunkConflictError(self.path, problems)
         return places

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -130,10 +131,7 @@ def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
     """
     global _handler
     settings, held_by = Settings.from_environ(), handler_pid()
-    root, own = logging.getLogger(), logging.getLogger("sglang")
-    loggers = [root] if of_all and root.handlers else []
-    if own.hasHandlers() and not (loggers and own.propagate):
-        loggers.append(own)
+    loggers = list(_loggers(of_all=of_all))
     if not (settings.log_records and loggers):
         return
     if _handler is None or _handler.ring is None or _handler.held_by != held_by:
@@ -148,6 +146,16 @@ def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
     for each in loggers:
         if _handler not in each.handlers:
             each.addHandler(_handler)
+
+
+def _loggers(*, of_all: bool) -> Iterator[logging.Logger]:
+    root, own = logging.getLogger(), logging.getLogger("sglang")
+    if of_all and root.handlers:
+        yield root
+        if own.propagate:
+            return
+    if own.hasHandlers():
+        yield own
 
 
 def forget() -> None:
