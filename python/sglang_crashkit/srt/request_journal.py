@@ -171,19 +171,26 @@ class JournaledStates(dict[str, Any]):
 
     def _begin(self, journal: JournalWriter, rid: str, earlier: Any, state: Any) -> None:
         if earlier is not None:
-            number = self._numbers.get(id(earlier))
-            if number is not None and not getattr(earlier, "finished", False):
-                # Another one took its place here: it is followed until its answer is not awaited.
-                with contextlib.suppress(TypeError):
-                    self._replaced[number] = weakref.ref(earlier, lambda _state: self._gone.append(number))
-                    del self._numbers[id(earlier)]
-            self._end(journal, earlier)
+            self._replace(journal, earlier)
         try:
             request = read_request(state.obj, self._prompts)
         except Exception as error:  # noqa: BLE001 - another request may be an ordinary one
             why = f"{type(error).__name__}: {str(error)[:_MAX_ERROR]}"
             request = {"rid": short_rid(rid), "omitted": {"request": why}}, None, None
         self._numbers[id(state)] = journal.begin(*request)
+
+    def _replace(self, journal: JournalWriter, state: Any) -> None:
+        """Follow a request whose place another one of the same id took, until its answer is not awaited."""
+        number = self._numbers.get(id(state))
+        if number is None or getattr(state, "finished", False):
+            self._end(journal, state)
+            return
+        try:
+            self._replaced[number] = weakref.ref(state, lambda _state: self._gone.append(number))
+        except TypeError:
+            self._end(journal, state)
+        else:
+            del self._numbers[id(state)]
 
     def _abort(self, journal: JournalWriter, state: Any) -> None:
         number = self._numbers.get(id(state))
