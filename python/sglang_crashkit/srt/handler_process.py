@@ -135,11 +135,11 @@ def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
         make_private_folder(folder)
     shutil.rmtree(runtime, ignore_errors=True)
     make_private_folder(runtime)
-    environ = dict(os.environ)
-    if "PYTHONPATH" in environ:
-        entries = environ["PYTHONPATH"].split(os.pathsep)
-        environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in entries if entry)
     try:
+        environ = dict(os.environ)
+        if "PYTHONPATH" in environ:
+            entries = environ["PYTHONPATH"].split(os.pathsep)
+            environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in entries if entry)
         with (
             protocol.Mailbox.bind(socket_path) as bound,
             # A program may have closed its standard streams, whose numbers are the child's own.

@@ -49,7 +49,7 @@ def on_engine_launch(server_args: Any) -> None:
         return
     set_crash_dump_env(server_args)
     mode = crash_exit.note_launch(server_args)
-    # For the processes that this one is about to start: since when their readiness is waited for.
+    # By the monotonic clock, since when the readiness of the processes that are about to start is waited for.
     os.environ[LAUNCH_VARIABLE] = str(time.monotonic())
     _follows = (getattr(server_args, "node_rank", 0) or 0) > 0
     if crash_folder or settings.diagnostics:

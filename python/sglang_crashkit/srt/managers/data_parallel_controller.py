@@ -94,12 +94,12 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
         group = "" if dp_rank is None else f"DP{dp_rank} "
         processes: list[Any]
         if started := getattr(controller, "prelaunched_schedulers", None):
-            # Those that the launching process started for the controller are known by pid.
+            # Those that the launching process started for the controller are known by pid, None if unknown.
             pids = {id(reader): pid for pid, reader in started.values()}
             processes = [pids.get(id(reader)) for reader in readers]
         else:
             # Threads start their groups side by side, so that the order of the processes says nothing: each is the one
-            # at the other end of the pipe. The kernel's name of a pipe has its inode.
+            # at the other end of the pipe, None where it cannot be told. The kernel's name of a pipe has its inode.
             files = [(each, {path for _link, path in open_files(each.pid)}) for each in _own_processes(controller)]
             pipes = [Path(f"/proc/self/fd/{reader.fileno()}").readlink() for reader in readers]
             processes = [next((process for process, opened in files if pipe in opened), None) for pipe in pipes]
