@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from lanelib.porting import read_package_file
 from sglang_crashkit.installer.patches import Lock, PatchTree, apply_patch, find_patch_root, load_lock
 from sglang_crashkit.installer.wheel import find_wheel
 
-RELEASES = list(load_lock().releases)
+LOCK = load_lock()
 #: The first, the last, and one from where most of the patches change; the rest is left out by ``scripts/test --fast``.
 NARROW = ("0.5.9", "0.5.12.post1", "0.5.23")
 
@@ -22,32 +22,20 @@ def patches() -> PatchTree:
 
 @pytest.fixture(scope="session")
 def lock() -> Lock:
-    return load_lock()
+    return LOCK
 
 
-class Wheels(Mapping[str, Path]):
+class Wheels(dict[str, Path]):
     """Release → its wheel, checked by sha256 once and downloaded where the cache has none."""
 
-    def __init__(self, lock: Lock) -> None:
-        self._lock = lock
-        self._found: dict[str, Path] = {}
-
-    def __getitem__(self, release: str) -> Path:
-        if release not in self._found:
-            known = self._lock.releases[release].wheels
-            self._found[release] = find_wheel(release, known, download=True)
-        return self._found[release]
-
-    def __iter__(self):
-        return iter(self._lock.releases)
-
-    def __len__(self) -> int:
-        return len(self._lock.releases)
+    def __missing__(self, release: str) -> Path:
+        self[release] = find_wheel(release, LOCK.releases[release].wheels, download=True)
+        return self[release]
 
 
 @pytest.fixture(scope="session")
-def wheels(lock: Lock) -> Wheels:
-    return Wheels(lock)
+def wheels() -> Wheels:
+    return Wheels()
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +53,6 @@ def read_patched(wheels: Wheels, patches: PatchTree, release: str) -> Iterator[C
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "release" in metafunc.fixturenames:
-        releases = [pytest.param(one, marks=() if one in NARROW else pytest.mark.wide) for one in RELEASES]
+        releases = [pytest.param(one, marks=() if one in NARROW else pytest.mark.wide) for one in LOCK.releases]
         # One release after the other, so that what was read of it serves all tests of a file.
         metafunc.parametrize("release", releases, scope="module")

@@ -42,7 +42,7 @@ def put_kit(site: Path, modules: dict[str, str]) -> None:
     (site / "sglang_crashkit-0.1.0.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: sglang-crashkit\nVersion: 0.1.0\n"
     (site / "sglang_crashkit-0.1.0.dist-info" / "METADATA").write_text(metadata)
-    for name, text in {"": "", "srt/__init__": "", **modules}.items():
+    for name, text in {"": "", "srt/__init__": "", "srt/managers/__init__": "", **modules}.items():
         file = site / "sglang_crashkit" / f"{name or '__init__'}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -130,7 +130,7 @@ def test_a_missing_kit_that_is_switched_off_is_not_reported(site):
 )
 def test_a_kit_that_does_not_import_is_switched_off_whole(site, arming, why):
     beat = "def on_batch(*args): raise RuntimeError\ndef on_iteration(*args): raise RuntimeError\n"
-    put_kit(site, {"srt/stack_hooks": arming, "srt/managers/__init__": "", "srt/managers/scheduler_heartbeat": beat})
+    put_kit(site, {"srt/stack_hooks": arming, "srt/managers/scheduler_heartbeat": beat})
     program = """
         import os
         from sglang.srt.crashkit import on_batch, on_configure_logger, on_iteration
@@ -148,12 +148,7 @@ def test_a_kit_that_does_not_import_is_switched_off_whole(site, arming, why):
 
 
 def test_a_hook_imports_the_kits_own_module_only(site):
-    modules = {
-        "srt/managers/__init__": "",
-        "srt/stack_hooks": "",
-        "srt/managers/scheduler_heartbeat": "def on_batch(): ...\n",
-    }
-    put_kit(site, modules)
+    put_kit(site, {"srt/stack_hooks": "", "srt/managers/scheduler_heartbeat": "def on_batch(): ...\n"})
     program = """
         import sys
         from sglang.srt.crashkit import on_batch

@@ -21,6 +21,7 @@ from sglang_crashkit.installer.apply import apply, revert
 from sglang_crashkit.installer.environment import Environment, Kit
 from sglang_crashkit.installer.patches import PatchTree
 from sglang_crashkit.installer.status import State, read_tree
+from unit.installer.fake_sglang import snapshot
 from unit.support.killing import Step, run_in_child
 
 pytestmark = pytest.mark.wheels
@@ -43,16 +44,12 @@ def environment(tmp_path, wheels, lock, release) -> Environment:
     return Environment(Path(sys.executable), release, tmp_path / "sglang", dist_info, kit)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_the_supported_releases_are_those_that_are_promised(lock):
     assert list(lock.releases) == EXPECTED
 
 
 def test_patches_apply_compile_and_revert_to_the_same_bytes(environment, patches, lock, release):
-    pristine = contents(environment.site)
+    pristine = snapshot(environment.site)
     outcome = apply(environment, patches, lock)
     assert set(outcome.changed) == set(lock.releases[release].files)
     tree = read_tree(environment, lock.releases[release])
@@ -62,7 +59,7 @@ def test_patches_apply_compile_and_revert_to_the_same_bytes(environment, patches
         file = environment.package / path
         compile(file.read_bytes(), file, "exec", dont_inherit=True)
     revert(environment, patches, lock)
-    assert contents(environment.site) == pristine
+    assert snapshot(environment.site) == pristine
 
 
 def names_that_do_not_import(package: Path, paths: list[str]) -> list[str]:
@@ -99,19 +96,15 @@ def names_of(path: str, source: bytes) -> set[str]:
     return names | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def older_kit(patches: PatchTree, folder: Path, release: str, wheel: Path):
-    """Return patches and a lock of a kit that had other names in its file, and other calls of them."""
-    shutil.copytree(patches.root, folder)
-    for file in folder.rglob("*.patch"):
-        file.write_text(file.read_text().replace("on_batch", "on_older_batch"))
-    older = PatchTree.load(folder)
-    return older, generate_lock(older, {release: wheel})
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("change", ["apply", "revert", "replace", "go back"])
 def test_sglang_imports_wherever_a_change_is_cut_off(environment, patches, lock, release, wheels, tmp_path, change):
-    older, older_lock = older_kit(patches, tmp_path / "older", release, wheels[release])
+    # Of a kit that had other names in its file, and other calls of them.
+    shutil.copytree(patches.root, tmp_path / "older")
+    for file in (tmp_path / "older").rglob("*.patch"):
+        file.write_text(file.read_text().replace("on_batch", "on_older_batch"))
+    older = PatchTree.load(tmp_path / "older")
+    older_lock = generate_lock(older, {release: wheels[release]})
     start, action, to = {
         "apply": (None, apply, (patches, lock)),
         "revert": ((patches, lock), revert, (patches, lock)),

@@ -103,26 +103,22 @@ def find_wheel(release: str, known: Mapping[str, str], *, download: bool, python
                 f"no wheel of SGLang {release}{suited} in {cache_folder()}",
                 next_step=f"sglang-crashkit wheel {release} --out DIR --download",
             )
-        found = _download(release)
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", f"sglang=={release}"]
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+            argv = [sys.executable, "-m", "pip", "download", "--dest", temporary, *options]
+            run = run_tool(argv, timeout=_DOWNLOAD_SECS)
+            wheels = list(Path(temporary).glob("*.whl"))
+            if run.returncode or len(wheels) != 1:
+                why = ["no wheel came", *run.stderr.strip().splitlines()][-1]
+                raise CrashkitError(
+                    f"{sys.executable} could not download sglang=={release}: {why}",
+                    next_step=f"pip download --no-deps sglang=={release}, then sglang-crashkit wheel FILE --out DIR",
+                )
+            found = wheels[0].replace(folder / wheels[0].name)
     check_wheel(found, known)
     return found
-
-
-def _download(release: str) -> Path:
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", f"sglang=={release}"]
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
-        argv = [sys.executable, "-m", "pip", "download", "--dest", temporary, *options]
-        run = run_tool(argv, timeout=_DOWNLOAD_SECS)
-        wheels = list(Path(temporary).glob("*.whl"))
-        if run.returncode or len(wheels) != 1:
-            why = ["no wheel came", *run.stderr.strip().splitlines()][-1]
-            raise CrashkitError(
-                f"{sys.executable} could not download sglang=={release}: {why}",
-                next_step=f"pip download --no-deps sglang=={release}, then sglang-crashkit wheel FILE --out DIR",
-            )
-        return wheels[0].replace(folder / wheels[0].name)
 
 
 def patched_version(release: str) -> str:
@@ -185,12 +181,23 @@ def build_kit_wheel(out: Path) -> Path:
     """
     dist_info = f"{_KIT}-{__version__}.dist-info"
     package = Path(__file__).resolve().parents[1]
-    members = [
-        *_files_below(package, _KIT, without="patches"),
-        *_files_below(find_patch_root(), f"{_KIT}/patches"),
-        *_kit_metadata(dist_info, package),
-        Member(f"{dist_info}/WHEEL", _KIT_WHEEL),
-    ]
+    try:
+        distribution = importlib.metadata.distribution("sglang-crashkit")
+        found = f"is that of {distribution.version}"
+    except importlib.metadata.PackageNotFoundError:
+        distribution, found = None, "is not installed"
+    if distribution is None or distribution.version != __version__:
+        raise RefusedError(
+            f"the kit in {package} is {__version__}, but its metadata {found}",
+            next_step="pip install the kit again, then run this again",
+        )
+    members = _files_below(package, _KIT, without="patches") + _files_below(find_patch_root(), f"{_KIT}/patches")
+    for path in sorted(distribution.files or [], key=str):
+        folder, *rest = path.parts
+        # Without what the kit's installer added.
+        if folder == dist_info and rest and rest[0] in ("METADATA", "entry_points.txt", "licenses"):
+            members.append(Member("/".join(path.parts), Path(str(distribution.locate_file(path))).read_bytes()))
+    members.append(Member(f"{dist_info}/WHEEL", _KIT_WHEEL))
     target = out / f"{_KIT}-{__version__}-py3-none-any.whl"
     _write_wheel(target, members, dist_info)
     return target
@@ -243,24 +250,4 @@ def _files_below(folder: Path, prefix: str, *, without: str = "") -> list[Member
         compiled = "__pycache__" in parts or file.suffix == ".pyc"
         if not (file.is_dir() or compiled or parts[0] == without or file.name.startswith(".")):
             members.append(Member("/".join((prefix, *parts)), file.read_bytes()))
-    return members
-
-
-def _kit_metadata(dist_info: str, package: Path) -> list[Member]:
-    """Return the metadata of the installed kit, without what its installer added."""
-    try:
-        distribution = importlib.metadata.distribution("sglang-crashkit")
-        found = f"is that of {distribution.version}"
-    except importlib.metadata.PackageNotFoundError:
-        distribution, found = None, "is not installed"
-    if distribution is None or distribution.version != __version__:
-        raise RefusedError(
-            f"the kit in {package} is {__version__}, but its metadata {found}",
-            next_step="pip install the kit again, then run this again",
-        )
-    members = []
-    for path in sorted(distribution.files or [], key=str):
-        folder, *rest = path.parts
-        if folder == dist_info and rest and rest[0] in ("METADATA", "entry_points.txt", "licenses"):
-            members.append(Member("/".join(path.parts), Path(str(distribution.locate_file(path))).read_bytes()))
     return members

@@ -212,7 +212,7 @@ def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
 
 def find_batches(trace: TracebackType | None) -> Iterator[tuple[Any, Any]]:
     """Yield each batch, and what has it: those at work first, then one that a function has, innermost first."""
-    owners, seen = list(_owners(trace)), set[int]()
+    owners, seen = _owners(trace), set[int]()
     at_work = ((owner, getattr(owner, name, None)) for name in _AT_WORK for owner in owners)
     local = ((frame.get("self"), frame.get(_LOCAL)) for frame in reversed(list(_frames(trace))))
     decoded = ((owner, getattr(owner, _DECODED, None)) for owner in owners)
@@ -274,10 +274,6 @@ def _frames(trace: TracebackType | None) -> Iterator[dict[str, Any]]:
         trace = trace.tb_next
 
 
-def _owners(trace: TracebackType | None) -> Iterator[Any]:
-    seen: set[int] = set()
-    for frame in _frames(trace):
-        owner = frame.get("self")
-        if owner is not None and id(owner) not in seen:
-            seen.add(id(owner))
-            yield owner
+def _owners(trace: TracebackType | None) -> list[Any]:
+    found = (frame.get("self") for frame in _frames(trace))
+    return list({id(owner): owner for owner in found if owner is not None}.values())

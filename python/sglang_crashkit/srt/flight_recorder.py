@@ -88,12 +88,18 @@ def describe_collectives() -> bytes:
     entries = document["entries"] = document.get("entries", [])[-_MAX_ENTRIES:]
     if not entries:
         return f"it keeps none: nothing was done over gloo, or {BUFFER_SIZE} is 0".encode()
-    short = functools.cache(shorten)
+    short, users = functools.cache(shorten), dict[str, str]()
     for entry in entries:
-        for frame in entry.get("frames", ()):
+        frames, group = entry.get("frames", ()), entry["process_group"][0]
+        for frame in frames:
             frame["filename"] = short(frame["filename"])
+        if group not in users:
+            # Which file of SGLang's has used it.
+            files = (frame["filename"] for frame in frames)
+            own = [Path(file).stem for file in files if "sglang/srt/" in file and "/distributed/" not in file]
+            users[group] = _USERS.get(own[0], own[0]) if own else ""
     # The recorder knows of the groups of gloo only, and not what SGLang calls them.
-    names, users, world = _names_of_groups(c10d), _users_of_groups(entries), c10d._world
+    names, world = _names_of_groups(c10d), c10d._world
     document["pg_config"] = {
         name: {
             "name": name,
@@ -119,15 +125,3 @@ def _names_of_groups(c10d: Any) -> dict[str, str]:
                 # The first of a name is the only one, but for two models in one process.
                 names.setdefault(group, name.removesuffix(":0"))
     return names
-
-
-def _users_of_groups(entries: list[dict[str, Any]]) -> dict[str, str]:
-    """Return which file of SGLang's has used each process group, by PyTorch's name for it."""
-    users: dict[str, str] = {}
-    for entry in entries:
-        group = entry["process_group"][0]
-        if group not in users:
-            files = [frame["filename"] for frame in entry.get("frames", ())]
-            own = [Path(file).stem for file in files if "sglang/srt/" in file and "/distributed/" not in file]
-            users[group] = _USERS.get(own[0], own[0]) if own else ""
-    return users

@@ -61,40 +61,37 @@ def start(crash_folder: str | None) -> None:
     # Of two at once, neither would be heard.
     is_claimed = _claim.acquire(timeout=START_SECS + READY_SECS)
     try:
-        _start_unless_there(crash_folder)
+        socket_path = settings.socket_of(os.getpid())
+        assert socket_path is not None
+        known = settings.published(settings.SOCKET_VARIABLE)
+        if (_kept or known == str(socket_path)) and protocol.is_reachable(known):
+            _keep(crash_folder)
+            return
+        if unknown := settings.unknown_variables(os.environ):
+            told = "crash kit: variables that this version does not know have no effect: %s"
+            logger.warning(told, ", ".join(unknown))
+        # Those that are set already are of the server which started this one.
+        for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
+            settings.withdraw(name)
+        _kept.clear()
+        folder = str(Path(crash_folder).absolute()) if crash_folder else None
+        try:
+            answer = _start(folder, socket_path)
+        except (OSError, CrashkitError, subprocess.SubprocessError) as error:
+            logger.warning("crash kit: no crash handler, so a crash of this server leaves no incident: %s", error)
+            return
+        for warning in answer["warnings"]:
+            logger.warning("crash kit: %s", warning)
+        settings.publish(settings.SOCKET_VARIABLE, str(socket_path))
+        settings.publish(settings.SPOOL_VARIABLE, answer["spool"])
+        _kept.update({name: answer[name] for name in ("core_file", "flight_folder")}, crash_folder=folder)
+        _keep(crash_folder)
+        atexit.unregister(announce_exit)
+        atexit.register(announce_exit)
+        logger.info("crash kit: incidents of this server go to %s", Path(answer["host_folder"]) / "incidents")
     finally:
         if is_claimed:
             _claim.release()
-
-
-def _start_unless_there(crash_folder: str | None) -> None:
-    socket_path = settings.socket_of(os.getpid())
-    assert socket_path is not None
-    known = settings.published(settings.SOCKET_VARIABLE)
-    if (_kept or known == str(socket_path)) and protocol.is_reachable(known):
-        _keep(crash_folder)
-        return
-    if unknown := settings.unknown_variables(os.environ):
-        logger.warning("crash kit: variables that this version does not know have no effect: %s", ", ".join(unknown))
-    # Those that are set already are of the server which started this one.
-    for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
-        settings.withdraw(name)
-    _kept.clear()
-    folder = str(Path(crash_folder).absolute()) if crash_folder else None
-    try:
-        answer = _start(folder, socket_path)
-    except (OSError, CrashkitError, subprocess.SubprocessError) as error:
-        logger.warning("crash kit: no crash handler, so a crash of this server leaves no incident: %s", error)
-        return
-    for warning in answer["warnings"]:
-        logger.warning("crash kit: %s", warning)
-    settings.publish(settings.SOCKET_VARIABLE, str(socket_path))
-    settings.publish(settings.SPOOL_VARIABLE, answer["spool"])
-    _kept.update({name: answer[name] for name in ("core_file", "flight_folder")}, crash_folder=folder)
-    _keep(crash_folder)
-    atexit.unregister(announce_exit)
-    atexit.register(announce_exit)
-    logger.info("crash kit: incidents of this server go to %s", Path(answer["host_folder"]) / "incidents")
 
 
 def _keep(crash_folder: str | None) -> None:
@@ -139,6 +136,10 @@ def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
     shutil.rmtree(runtime, ignore_errors=True)
     make_private_folder(runtime)
     try:
+        environ = dict(os.environ)
+        if "PYTHONPATH" in environ:
+            entries = environ["PYTHONPATH"].split(os.pathsep)
+            environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in entries if entry)
         with (
             protocol.Mailbox.bind(socket_path) as bound,
             # A program may have closed its standard streams, whose numbers are the child's own.
@@ -161,7 +162,7 @@ def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
                 start_new_session=True,
                 # Python looks for modules in its working directory first, which is the user's.
                 cwd="/",
-                env=_environment(),
+                env=environ,
             ) as process:
                 return _await_ready(process)
     except BaseException:
@@ -197,11 +198,3 @@ def _await_ready(process: subprocess.Popen[bytes]) -> dict[str, Any]:
             break
     last = text.decode(errors="replace").strip().splitlines()[-1:]
     raise CrashkitError(last[0] if last else f"it ended with status {process.returncode} before it was ready")
-
-
-def _environment() -> dict[str, str]:
-    environ = dict(os.environ)
-    if "PYTHONPATH" in environ:
-        entries = environ["PYTHONPATH"].split(os.pathsep)
-        environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in entries if entry)
-    return environ

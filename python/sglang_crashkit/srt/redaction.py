@@ -68,19 +68,6 @@ def redact_dump(data: dict[str, Any]) -> None:
         data |= dict.fromkeys(rest)
 
 
-def _copy(record: Any, secrets: set[str], depth: int) -> Any:
-    """Return a copy of an object with fields, without the secrets in them."""
-    copied = copy.copy(record)
-    if copied is record:
-        # There is only one, which the server uses.
-        return None
-    # A configuration may refuse to be changed.
-    change = force_setattr if isinstance(record, msgspec.Struct) else object.__setattr__
-    for name, value in fields_of(record).items():
-        change(copied, name, _of_field(name, value, secrets, depth))
-    return copied
-
-
 def _without(value: Any, secrets: set[str], depth: int = 0) -> Any:
     if isinstance(value, str):
         return redact_text(value, secrets)
@@ -92,9 +79,17 @@ def _without(value: Any, secrets: set[str], depth: int = 0) -> Any:
         return {name: _of_field(name, item, secrets, depth) for name, item in value.items()}
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(_without(item, secrets, depth + 1) for item in value)
-    if _is_record(value):
-        return _copy(value, secrets, depth + 1)
-    return value
+    if not _is_record(value):
+        return value
+    copied = copy.copy(value)
+    if copied is value:
+        # There is only one, which the server uses.
+        return None
+    # A configuration may refuse to be changed.
+    change = force_setattr if isinstance(value, msgspec.Struct) else object.__setattr__
+    for name, item in fields_of(value).items():
+        change(copied, name, _of_field(name, item, secrets, depth + 1))
+    return copied
 
 
 def _of_field(name: object, value: Any, secrets: set[str], depth: int) -> Any:

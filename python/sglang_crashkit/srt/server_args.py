@@ -41,7 +41,18 @@ def set_crash_dump_env(server_args: Any) -> None:
     os.environ.pop(FLIGHT_VARIABLE, None)
     variables: dict[str, str] = {}
     if crash_folder and settings.enabled:
-        variables |= _core_dump_variables(crash_folder) if settings.cores else {}
+        if settings.cores:
+            variables |= {
+                "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
+                "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
+                # The GPU's part is enough. The driver aborts the process after any core, and ``skip_abort`` does not
+                # help: seen on an H200 with driver 580.159.04, a kernel that failed then went unnoticed by the process.
+                "CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION": "0",
+                "CUDA_COREDUMP_SHOW_PROGRESS": "1",
+                "CUDA_COREDUMP_GENERATION_FLAGS": ",".join(f"skip_{part}" for part in _SKIPPED),
+                "CUDA_COREDUMP_FILE": f"{Path(crash_folder).absolute()}/%h/core.cuda.%t.%p",
+                "CUDA_COREDUMP_PIPE": "/tmp/corepipe.cuda.%h.%p",  # noqa: S108 - upstream's name for it
+            }
         variables |= _flight_variables(crash_folder) if settings.diagnostics else {}
     # Set what the user did not; take out what an earlier server of this program left and this one has not.
     earlier = {name for name in set_here if _is_ours(name)}
@@ -81,20 +92,6 @@ def withdraw_crash_dump_env() -> None:
 def crash_dump_environ() -> dict[str, str]:
     """Return the environment that the last launch of this process gave to SGLang's processes, as far as it is known."""
     return set_here | dict(os.environ)
-
-
-def _core_dump_variables(crash_folder: str) -> dict[str, str]:
-    return {
-        "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
-        "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
-        # The GPU's part is enough. The driver aborts the process after any core, and ``skip_abort`` does not help: seen
-        # on an H200 with driver 580.159.04, a kernel that failed then went unnoticed by the process.
-        "CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION": "0",
-        "CUDA_COREDUMP_SHOW_PROGRESS": "1",
-        "CUDA_COREDUMP_GENERATION_FLAGS": ",".join(f"skip_{part}" for part in _SKIPPED),
-        "CUDA_COREDUMP_FILE": f"{Path(crash_folder).absolute()}/%h/core.cuda.%t.%p",
-        "CUDA_COREDUMP_PIPE": "/tmp/corepipe.cuda.%h.%p",  # noqa: S108 - upstream's name for it
-    }
 
 
 def _flight_variables(crash_folder: str) -> dict[str, str]:

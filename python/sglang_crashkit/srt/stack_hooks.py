@@ -66,7 +66,6 @@ _THREAD = "crashkit-stacks"
 class _State:
     """What this process installed, and what to give back in a child that it forks."""
 
-    files: HookFiles
     signal: int
     descriptors: list[int]
     listener: socket.socket | None
@@ -165,12 +164,17 @@ def _install(*, takes_over: bool) -> None:
         stop_answering(_state.listener)
         _state.listener = None
     _remove()
-    state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled())
+    state = _state = _State(0, [], None, None, faulthandler.is_enabled())
     # Not in a user's program: a runtime that it embeds, such as a JVM, may live by faults that it provokes and mends.
     if takes_over or (crash_exit.state.is_program and not state.had_faulthandler):
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
-    state.listener = start_answering(files.socket, None if takes_over else _own_mailbox(state))
+    if not takes_over:
+        try:
+            state.mailbox = Mailbox.bind(files.say)
+        except OSError as error:
+            logger.warning("crash kit: hangs are not reported in this log: %s", error)
+    state.listener = start_answering(files.socket, Mailbox(state.mailbox) if state.mailbox is not None else None)
     if procfs.catches_signal(stat.pid, DEFAULT_SIGNAL) or signal.getsignal(DEFAULT_SIGNAL) != signal.SIG_DFL:
         logger.warning("crash kit: signal %d is in use here, so no stacks are written on it", DEFAULT_SIGNAL)
     else:
@@ -180,15 +184,6 @@ def _install(*, takes_over: bool) -> None:
     path = tuple(root for root in sys.path if isinstance(root, str))
     hooks = StackHooks(stat.pid, stat.start_ticks, main_thread, state.signal, path)
     describe(folder, hooks)
-
-
-def _own_mailbox(state: _State) -> Mailbox | None:
-    try:
-        state.mailbox = Mailbox.bind(state.files.say)
-    except OSError as error:
-        logger.warning("crash kit: hangs are not reported in this log: %s", error)
-        return None
-    return Mailbox(state.mailbox)
 
 
 def _say_all(mailbox: Mailbox) -> None:

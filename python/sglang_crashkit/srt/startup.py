@@ -5,19 +5,16 @@ That is done in the launching process, and in the data-parallel controller.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus
-from sglang_crashkit.settings import LAUNCH_VARIABLE, Settings
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt.hooks import log_incident, never_raises, request
 from sglang_crashkit.srt.redaction import redact
 from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor, read_title
@@ -77,7 +74,21 @@ class Startup(Supervisor):
         """
         try:
             while not (self._all_known() and all(child.ready for child in self.children)):
-                self._turn()
+                for child in list(self.children):
+                    child.hold()
+                    child.look_up_title()
+                readers = {
+                    child.reader.fileno(): child
+                    for child in list(self.children)
+                    if not child.ready and child not in self._receiving
+                }
+                for descriptor in self.wait(self._patience(), readers):
+                    child = readers[descriptor]
+                    self._receiving[child] = _Receipt(child.reader, self.clock.now())
+                for child, receipt in list(self._receiving.items()):
+                    self._take(child, receipt)
+                self._raise_deaths()
+                self._act_on_time()
             self.wait(0.0)
             self._raise_deaths()
         except StartupError as error:
@@ -87,23 +98,6 @@ class Startup(Supervisor):
         finally:
             self.close()
         return [child.info for child in self.children if child.reader is not None]
-
-    def _turn(self) -> None:
-        for child in list(self.children):
-            child.hold()
-            child.look_up_title()
-        readers = {
-            child.reader.fileno(): child
-            for child in list(self.children)
-            if not child.ready and child not in self._receiving
-        }
-        for descriptor in self.wait(self._patience(), readers):
-            child = readers[descriptor]
-            self._receiving[child] = _Receipt(child.reader, self.clock.now())
-        for child, receipt in list(self._receiving.items()):
-            self._take(child, receipt)
-        self._raise_deaths()
-        self._act_on_time()
 
     def _patience(self) -> float:
         """Return how long nothing needs to be looked at, in seconds."""
@@ -152,7 +146,20 @@ class Startup(Supervisor):
             self.wait(left)
         dead = self.ended()
         self.learn_exits(dead, STATUS_SECS)
-        raise StartupError(dead, _of_deaths(dead, self.living(), self.began))
+        names, times = [_short(child) for child in dead], [child.ended_at for child in dead]
+        codes = ", ".join(str(_exit_code(child.exit)) for child in dead)
+        subject = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+        lines = [f"{subject} died during initialization (exit code: {codes})."]
+        for child, when in zip(dead, times, strict=True):
+            order = ""
+            if len(dead) > 1 and when == times[0]:
+                order = ", first" if times.count(when) == 1 else ", at the same moment as the first"
+            waited = when - self.began
+            lines.append(f"{child.label()} {child.how_it_ended()}, {waited:.1f} s after the wait began{order}.")
+        living = self.living()
+        if any(child.reader is not None for child in living):
+            lines.append(f"Ready: {_names(living, ready=True)}; not ready: {_names(living, ready=False)}.")
+        raise StartupError(dead, " ".join(lines))
 
     def _act_on_time(self) -> None:
         now, children = self.clock.now(), list(self.children)
@@ -207,18 +214,6 @@ def readers_of(children: Iterable[Child]) -> list[Any]:
     ]
 
 
-def note_launch() -> None:
-    """Let the processes that this one is about to start know since when their readiness is waited for."""
-    os.environ[LAUNCH_VARIABLE] = str(time.monotonic())
-
-
-def launched_at() -> float | None:
-    """Return when the server was launched, by the monotonic clock, the first time; None later and elsewhere."""
-    with contextlib.suppress(KeyError, ValueError):
-        return float(os.environ.pop(LAUNCH_VARIABLE))
-    return None
-
-
 def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
     """Say whether these are pipes and processes that the kernel knows, and not stand-ins such as Ray's actors."""
     try:
@@ -257,22 +252,6 @@ def _exit_code(status: ExitStatus) -> int | None:
     return -int(number) if number is not None else -int(status.signal.removeprefix("SIG"))
 
 
-def _of_deaths(dead: Sequence[Child], living: Sequence[Child], began: float) -> str:
-    """Describe deaths during the start; `began` is when the wait did, by the clock of the deaths."""
-    names, times = [_short(child) for child in dead], [child.ended_at for child in dead]
-    codes = ", ".join(str(_exit_code(child.exit)) for child in dead)
-    subject = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-    lines = [f"{subject} died during initialization (exit code: {codes})."]
-    for child, when in zip(dead, times, strict=True):
-        order = ""
-        if len(dead) > 1 and when == times[0]:
-            order = ", first" if times.count(when) == 1 else ", at the same moment as the first"
-        lines.append(f"{child.label()} {child.how_it_ended()}, {when - began:.1f} s after the wait began{order}.")
-    if any(child.reader is not None for child in living):
-        lines.append(f"Ready: {_names(living, ready=True)}; not ready: {_names(living, ready=False)}.")
-    return " ".join(lines)
-
-
 def _names(children: Iterable[Child], *, ready: bool) -> str:
     # Nothing is expected of those without a pipe.
     names = [_short(child) for child in children if child.reader is not None and child.ready is ready]
@@ -290,15 +269,12 @@ def _state(child: Child) -> str:
     parts = [status.get("State", "?") + (f" in {wchan}" if wchan else "")]
     parts += [f"{name} {status[name]}" for name in ("Threads", "VmRSS") if name in status]
     if titles.role_of(child.title) == "data_parallel_controller":
-        parts.append(f"below it {_schedulers_below(child.pid)}")
+        found = []
+        for below in sorted(procfs.TreeScanner(child.pid).scan() - {child.pid}):
+            stat = procfs.read_stat(below)
+            # Its name always comes; the title, with the rank, may wait for the process.
+            if stat is not None and stat.comm.startswith("sglang::schedul"):
+                found.append(f"{read_title(below) or stat.comm} (pid {below}, {stat.state})")
+        schedulers = ", ".join(found[:_MAX_CHILDREN]) or "no scheduler has its title yet"
+        parts.append(f"below it {schedulers}")
     return ", ".join(parts)
-
-
-def _schedulers_below(pid: int) -> str:
-    found = []
-    for below in sorted(procfs.TreeScanner(pid).scan() - {pid}):
-        stat = procfs.read_stat(below)
-        # Its name always comes; the title, with the rank, may wait for the process.
-        if stat is not None and stat.comm.startswith("sglang::schedul"):
-            found.append(f"{read_title(below) or stat.comm} (pid {below}, {stat.state})")
-    return ", ".join(found[:_MAX_CHILDREN]) or "no scheduler has its title yet"

@@ -29,7 +29,7 @@ from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly, stat
 from sglang_crashkit.kernel import procfs, signals, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, wait_status_of
 from sglang_crashkit.policy import Mode
-from sglang_crashkit.settings import MODE_VARIABLE, SOCKET_VARIABLE, Settings, published
+from sglang_crashkit.settings import MODE_VARIABLE, SOCKET_VARIABLE, Settings, published, socket_of
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.hooks import before, handler_pid, never_raises, notify, say_line
 
@@ -371,11 +371,8 @@ class Serving(Supervisor):
         left = child.ended_at + hold_secs - self.clock.now()
         if left > 0:
             return left
-        if not crash_exit.has_begun():
-            self._end_server(child, status)
-        return None
-
-    def _end_server(self, child: Child, status: ExitStatus) -> None:
+        if crash_exit.has_begun():
+            return None
         how = f"by {status.signal}" if status.signal is not None else f"with status {status.code}"
         words = f"process {child.pid} ({child.title or 'a scheduler'}) ended{f' {how}' if status.known else ''}"
         say_line(f"{words} and there is no crash handler; the server ends")
@@ -385,6 +382,7 @@ class Serving(Supervisor):
         crash_exit.begin(status_of_exit(status), 2 * Settings.from_environ().end_secs if is_handled else 0.0)
         if is_handled:
             signals.send_itself_sigquit()
+        return None
 
 
 def _is_tokenizer_worker(child: Child) -> bool:
@@ -440,16 +438,11 @@ def register(processes: Iterable[Any]) -> None:
             for name in {"kill", "terminate"} & set(dir(process)) - set(vars(process)):
                 # By a weak reference: a process in a reference cycle keeps its descriptors until a collection.
                 end = functools.partial(_end, weakref.ref(process), getattr(type(process), name))
-                setattr(process, name, before(end, functools.partial(_announce_end, process.pid)))
+                setattr(process, name, before(end, functools.partial(announce_teardown, process.pid, whole=True)))
 
 
 def _end(process: weakref.ref[Any], end: Callable[[Any], object]) -> object:
     return end(process())
-
-
-def _announce_end(pid: int) -> None:
-    notify("teardown", pid=pid, whole=True)
-    excuse(pid)
 
 
 def wait_status(child: int) -> int:
@@ -485,6 +478,19 @@ def join(*, is_ready: bool = False) -> None:
         return
     finally:
         os.close(place)
+
+
+@never_raises
+def announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
+    """Tell that this process is about to end a process tree, by default its own; not `whole`: all below it."""
+    pid = os.getpid() if parent_pid is None else parent_pid
+    notify("teardown", pid=pid, whole=whole)
+    excuse(pid)
+    if pid != os.getpid():
+        # The tree may be another server, which has a handler of its own.
+        path = socket_of(pid)
+        if path is not None and str(path) != published(SOCKET_VARIABLE) and path.exists():
+            protocol.notify(str(path), "teardown", pid=pid, whole=whole)
 
 
 @never_raises

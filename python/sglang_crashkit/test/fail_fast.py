@@ -189,7 +189,9 @@ class Watcher:
     def _run(self) -> None:
         try:
             while not self.stopped.is_set():
-                self._refresh()
+                if (named := self._named()) is not None:
+                    known = self._held
+                    self._held = {id(one): known.get(id(one)) or Held(name, one, time.time()) for name, one in named}
                 dead = self._find_dead()
                 if dead and not self.stopped.is_set():
                     self._handle(dead)
@@ -199,13 +201,6 @@ class Watcher:
             logger.exception("crash kit: the watch of %s failed", [held.name for held in self._held.values()])
         finally:
             self._ended.set()
-
-    def _refresh(self) -> None:
-        named = self._named()
-        if named is None:
-            return
-        known = self._held
-        self._held = {id(one): known.get(id(one)) or Held(name, one, time.time()) for name, one in named}
 
     def _find_dead(self) -> list[tuple[Held, int]]:
         """Return those that ended unexpectedly, each with its exit status as subprocess tells it."""

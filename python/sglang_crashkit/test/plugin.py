@@ -89,7 +89,12 @@ class FailByName:
         test = self._phase[0].nodeid if self._phase else ""
         owner, param = self._fixtures[-1] if self._fixtures else (test, None)
         self._guards.append(Guard(watcher, owner, is_fixture=bool(self._fixtures), param=param))
-        self._listen()
+        if self._handler is None and threading.current_thread() is threading.main_thread():
+            # Real-time signals, because the others have uses: SIGALRM is pytest-timeout's, SIGUSR1 faulthandler's.
+            for signum in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
+                if signal.getsignal(signum) == signal.SIG_DFL:
+                    self._handler = (signum, signal.signal(signum, self._on_signal))
+                    break
         return watcher.start()
 
     # -- hooks
@@ -190,14 +195,6 @@ class FailByName:
                 raise guard.report()
 
     # -- the interruption
-
-    def _listen(self) -> None:
-        if self._handler is None and threading.current_thread() is threading.main_thread():
-            # Real-time signals, because the others have uses: SIGALRM is pytest-timeout's, SIGUSR1 faulthandler's.
-            for signum in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
-                if signal.getsignal(signum) == signal.SIG_DFL:
-                    self._handler = (signum, signal.signal(signum, self._on_signal))
-                    return
 
     def _interrupt(self) -> None:
         if self._handler is not None:

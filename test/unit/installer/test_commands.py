@@ -15,7 +15,7 @@ from sglang_crashkit.installer import environment as environment_module
 from sglang_crashkit.installer.apply import apply
 from sglang_crashkit.installer.environment import Kit
 from sglang_crashkit.installer.status import read_tree
-from unit.installer.fake_sglang import PATCHES, install, make_kit, snapshot, write_wheel
+from unit.installer.fake_sglang import install, snapshot, write_wheel
 
 
 @pytest.fixture
@@ -148,18 +148,16 @@ def test_pip_uninstalls_a_patched_sglang_without_leaving_anything(site, venv, ru
     assert {path.name for path in site.iterdir()} == before - {"sglang", "sglang-0.5.9.dist-info"}
 
 
-def test_wheel_builds_both_wheels_and_says_how_to_install_them(tmp_path, cli, monkeypatch):
-    made = write_wheel(tmp_path / "in")
-    kit = make_kit(tmp_path / "kit-patches", made, PATCHES)
+def test_wheel_builds_both_wheels_and_says_how_to_install_them(tmp_path, wheel, kit, cli, monkeypatch):
     monkeypatch.setattr("sglang_crashkit.installer.patches.find_patch_root", lambda: kit.patches.root)
     out = tmp_path / "out"
-    said = cli("wheel", made, "--out", out)
+    said = cli("wheel", wheel, "--out", out)
     version = sglang_crashkit.__version__
     names = sorted(path.name for path in out.iterdir())
     assert names == [f"sglang-0.5.9+crashkit.{version}-py3-none-any.whl", f"sglang_crashkit-{version}-py3-none-any.whl"]
     command = f"pip install --find-links {out} sglang==0.5.9+crashkit.{version} && sglang-crashkit status"
     assert f"install  {command}\n" in said.out
-    told = cli("wheel", made, "-o", out, "--json").json
+    told = cli("wheel", wheel, "-o", out, "--json").json
     assert told == {"release": "0.5.9", "install": command, "locked": told["locked"]} | {
         "wheel": str(out / names[0]),
         "kit": str(out / names[1]),

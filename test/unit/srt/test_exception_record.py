@@ -42,12 +42,12 @@ class Scheduler:
         raise error
 
 
-def hit(error: BaseException, **fields: Any) -> None:
+def hit(error: BaseException, hook: Callable[[], None] = tell_exception, **fields: Any) -> None:
     """Do what the scheduler process does around its event loop."""
     try:
         Scheduler(**fields).run_batch(error)
     except type(error):
-        tell_exception()
+        hook()
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -83,18 +83,12 @@ def test_the_rank_writes_its_exception_its_threads_and_its_batch(listener: Liste
 def test_each_process_that_upstream_starts_tells_of_its_exception(
     listener: Listener, short_folder: Path, hook: Callable[[], None]
 ) -> None:
-    try:
-        raise KeyError("rid")
-    except KeyError:
-        hook()
+    hit(KeyError("rid"), hook)
     assert (listener.heard()["event"], read_record(short_folder)["message"]) == ("exception", "KeyError: 'rid'")
 
 
 def test_a_failed_start_is_told_by_whoever_waited(short_folder: Path, listener: Listener) -> None:
-    try:
-        raise StartupError([], "not ready")
-    except StartupError:
-        on_controller_exception()
+    hit(StartupError([], "not ready"), on_controller_exception)
     assert list((short_folder / "spool").iterdir()) == []
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.capture.ladder import parse_faulthandler
 from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ExitStatus
@@ -24,13 +23,6 @@ from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Serving
 from unit.support.targets import INSTALL, SLEEPER, TITLE, hooked, start_ticks
 from unit.support.waiting import LONG, child, descriptors, wait_until
 
-FALL = """
-import faulthandler
-def fall(): faulthandler._sigsegv()
-ready()
-sys.stdin.read(1)
-fall()
-"""
 FORK = """
 pid = os.fork()
 if pid == 0:
@@ -111,15 +103,6 @@ def test_a_signal_that_is_in_use_is_left_alone(runtime: Path, use: str) -> None:
     done = run(runtime, f"{use}\nbefore = signal.getsignal(45)\n{INSTALL}print(signal.getsignal(45) is before)")
     assert done.stdout == "True\n"
     assert "signal 45 is in use here, so no stacks are written on it" in done.stderr
-
-
-def test_a_fatal_signal_leaves_its_stacks_and_stays_fatal(runtime: Path) -> None:
-    with hooked(runtime, FALL) as target:
-        os.kill(target.pid, signal.SIGSEGV)
-        fault = HookFiles.of(runtime, target.pid, target.start_ticks).fault
-        wait_until(lambda: not procfs.is_running(target.pid), "it has died")
-        output = parse_faulthandler(fault.read_text(), target.pid, target.main_thread)
-    assert (output.error, output.is_whole) == ("Segmentation fault", True)
 
 
 @pytest.mark.parametrize("end", ["abort", "pause"])

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
+from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.entrypoints.engine import (
     on_engine_launch,
     on_wait_for_scheduler_ready,
@@ -289,7 +289,7 @@ def test_a_controller_speaks_before_the_launching_process_which_knows_less(start
         controller.launch_dp_schedulers()
     assert listener.heard_but_members()["event"] == "startup_timeout"
     # Schedulers that join later have all the time that there is.
-    assert startup.launched_at() is None
+    assert settings.LAUNCH_VARIABLE not in os.environ
 
 
 # -- the launch

@@ -39,7 +39,10 @@ def watch_prefill_servers(queue: Any) -> None:
         if lately.is_news(failed_bootstrap_addr):
             interval, failures = (getattr(manager, name, "?") for name in ("heartbeat_interval", "max_failures"))
             reason = f"{failures} heartbeats in a row failed, one every {interval} s"
-            waiting = _waiting_for_prefill(queue, failed_bootstrap_addr)
+            # Whose KV cache has not come from it; a warm-up has no address.
+            entries = chain(queue.queue[:_MAX_REQUESTS], queue.transfer_queue.queue[:_MAX_REQUESTS])
+            pairs = ((entry.req, entry.kv_receiver) for entry in entries)
+            waiting = (pair for pair in pairs if getattr(pair[1], "bootstrap_addr", None) == failed_bootstrap_addr)
             _report("prefill", "heartbeat", failed_bootstrap_addr, reason, waiting)
 
     if hasattr(manager, "_handle_node_failure"):
@@ -52,12 +55,18 @@ def watch_decode_servers(queue: Any) -> None:
     manager, lately = queue.kv_manager, Lately(AGAIN_SECS, MAX_PEERS)
 
     def note(bootstrap_room: int, status: int) -> None:
-        if status == _FAILED:
-            reason = str(getattr(manager, "failure_records", {}).get(bootstrap_room, ""))
-            for host, port in _unreachable(manager, bootstrap_room, reason):
-                address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-                if lately.is_news(address):
-                    _report("decode", "failed_transfer", address, reason, _waiting_for_decode(queue, (host, port)))
+        if status != _FAILED:
+            return
+        reason = str(getattr(manager, "failure_records", {}).get(bootstrap_room, ""))
+        asked = dict(getattr(manager, "transfer_infos", {}).get(bootstrap_room, ()))
+        given_up = getattr(manager, "failed_sessions", None)
+        if given_up is None:
+            # Only Mooncake notes which decode rank it could not send to; the others have the request's.
+            given_up = () if reason.startswith(_NO_TRANSFER) else asked
+        for host, port in {(info.endpoint, info.dst_port) for session, info in asked.items() if session in given_up}:
+            address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+            if lately.is_news(address):
+                _report("decode", "failed_transfer", address, reason, _waiting_for_decode(queue, (host, port)))
 
     if hasattr(manager, "update_status"):
         manager.update_status = before(manager.update_status, note)
@@ -77,13 +86,6 @@ def _report(role: Role, sign: Sign, address: str, reason: str, waiting: Iterator
         notify("peer_lost", **msgspec.to_builtins(lost))
 
 
-def _waiting_for_prefill(queue: Any, address: str) -> Iterator[tuple[Any, Any]]:
-    """Yield each request whose KV cache has not come from `address`, with its receiver; a warm-up has no address."""
-    for entry in chain(queue.queue[:_MAX_REQUESTS], queue.transfer_queue.queue[:_MAX_REQUESTS]):
-        if getattr(entry.kv_receiver, "bootstrap_addr", None) == address:
-            yield entry.req, entry.kv_receiver
-
-
 def _waiting_for_decode(queue: Any, rank: tuple[str, int]) -> Iterator[tuple[Any, Any]]:
     """Yield each request that a decode rank asked for, from then until its KV cache is sent, with its sender."""
     stages = (getattr(queue.scheduler, name, []) for name in ("waiting_queue", "disagg_prefill_inflight_queue"))
@@ -91,13 +93,3 @@ def _waiting_for_decode(queue: Any, rank: tuple[str, int]) -> Iterator[tuple[Any
         asked = queue.kv_manager.transfer_infos.get(request.bootstrap_room)
         if asked and rank in [(info.endpoint, info.dst_port) for info in list(asked.values())]:
             yield request, request.disagg_kv_sender
-
-
-def _unreachable(manager: Any, room: int, reason: str) -> set[tuple[str, int]]:
-    """Return host and port of the decode ranks that a request's KV cache could not be sent to."""
-    asked = dict(getattr(manager, "transfer_infos", {}).get(room, ()))
-    given_up = getattr(manager, "failed_sessions", None)
-    if given_up is None:
-        # Only Mooncake notes which one it was; the others have the request's.
-        given_up = () if reason.startswith(_NO_TRANSFER) else asked
-    return {(info.endpoint, info.dst_port) for session, info in asked.items() if session in given_up}

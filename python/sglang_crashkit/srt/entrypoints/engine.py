@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +17,7 @@ from sglang_crashkit.capture.environment import read_versions
 from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.memory.ring import write_blob
 from sglang_crashkit.redact import redact_command
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published
+from sglang_crashkit.settings import LAUNCH_VARIABLE, SOCKET_VARIABLE, Settings, published
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.hooks import Function, before, in_place_of, never_raises, note_failure, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
@@ -48,7 +49,8 @@ def on_engine_launch(server_args: Any) -> None:
         return
     set_crash_dump_env(server_args)
     mode = crash_exit.note_launch(server_args)
-    startup.note_launch()
+    # By the monotonic clock, since when the readiness of the processes that are about to start is waited for.
+    os.environ[LAUNCH_VARIABLE] = str(time.monotonic())
     _follows = (getattr(server_args, "node_rank", 0) or 0) > 0
     if crash_folder or settings.diagnostics:
         try:
@@ -85,7 +87,14 @@ def on_wait_for_scheduler_ready(wait: Function) -> Function:
             return wait(scheduler_pipe_readers, scheduler_procs)
         supervisor.register(scheduler_procs)
         can_watch = startup.can_watch(scheduler_pipe_readers, scheduler_procs)
-        children = _children(scheduler_pipe_readers, scheduler_procs) if can_watch else []
+        children = []
+        if can_watch:
+            # Processes beyond the pipes are those that the data-parallel controller speaks for; their order is not
+            # their rank.
+            is_rank = len(scheduler_pipe_readers) == len(scheduler_procs)
+            for number, (process, reader) in enumerate(zip_longest(scheduler_procs, scheduler_pipe_readers)):
+                name = f"Rank {number} scheduler" if is_rank or process is None else ""
+                children.append(Child(name, process, reader))
         try:
             infos = _watch_start(children) if can_watch else None
             if infos is None:
@@ -122,16 +131,6 @@ def _watch_start(children: Sequence[Child]) -> list[Any] | None:
     except Exception:  # noqa: BLE001 - upstream waits instead
         note_failure(_watch_start)
         return None
-
-
-def _children(readers: Sequence[Any], processes: Sequence[Any]) -> list[Child]:
-    # Processes beyond the pipes are those that the data-parallel controller speaks for; their order is not their rank.
-    is_rank = len(readers) == len(processes)
-    pairs = enumerate(zip_longest(processes, readers))
-    return [
-        Child(f"Rank {number} scheduler" if is_rank or process is None else "", process, reader)
-        for number, (process, reader) in pairs
-    ]
 
 
 def _report_failed_child(*_args: Any, **_kwargs: Any) -> None:

@@ -21,7 +21,7 @@ from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit, on_ranks_ready
 from sglang_crashkit.srt.hooks import Function, after_construction, before, never_raises
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states, on_sigterm
-from sglang_crashkit.srt.utils.common import announce_teardown, end_after_crash
+from sglang_crashkit.srt.utils.common import end_after_crash
 
 #: Where a release has the class that holds the requests under way: SGLang's own, and the other distribution's.
 _MANAGERS = ("sglang.srt.grpc.grpc_request_manager", "smg_grpc_servicer.sglang.request_manager")
@@ -82,4 +82,4 @@ def _add_signal_handler(add: Function, number: int, callback: Callable[..., obje
 
 def _announce_end(process: BaseProcess) -> None:
     if process.pid is not None:
-        announce_teardown(process.pid, whole=True)
+        supervisor.announce_teardown(process.pid, whole=True)

@@ -6,17 +6,18 @@ with it. So the main thread waits for the ranks of all threads, and an error rea
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.kernel.procfs import open_files
-from sglang_crashkit.settings import Settings
+from sglang_crashkit.settings import LAUNCH_VARIABLE, Settings
 from sglang_crashkit.srt import startup, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises, note_failure
@@ -89,7 +90,21 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
         if not Settings.from_environ().enabled or not startup.can_watch(readers, []):
             return readers
         supervisor.register(_own_processes(controller))
-        members += _members_of_group(controller, readers)
+        dp_rank = getattr(_thread, "dp_rank", None)
+        group = "" if dp_rank is None else f"DP{dp_rank} "
+        processes: list[Any]
+        if started := getattr(controller, "prelaunched_schedulers", None):
+            # Those that the launching process started for the controller are known by pid, None if unknown.
+            pids = {id(reader): pid for pid, reader in started.values()}
+            processes = [pids.get(id(reader)) for reader in readers]
+        else:
+            # Threads start their groups side by side, so that the order of the processes says nothing: each is the one
+            # at the other end of the pipe, None where it cannot be told. The kernel's name of a pipe has its inode.
+            files = [(each, {path for _link, path in open_files(each.pid)}) for each in _own_processes(controller)]
+            pipes = [Path(f"/proc/self/fd/{reader.fileno()}").readlink() for reader in readers]
+            processes = [next((process for process, opened in files if pipe in opened), None) for pipe in pipes]
+        pairs = enumerate(zip(processes, readers, strict=True))
+        members += [Child(f"{group}Rank {rank} scheduler", process, reader) for rank, (process, reader) in pairs]
         groups = getattr(controller, _GROUPS, None)
         if isinstance(groups, _Groups):
             groups.join(members)
@@ -161,8 +176,9 @@ def _waited_secs() -> float:
 
     Of those that an elastic controller starts later nothing waited before.
     """
-    launched = startup.launched_at()
-    return 0.0 if launched is None else time.monotonic() - launched + _HEAD_START_SECS
+    with contextlib.suppress(KeyError, ValueError):
+        return time.monotonic() - float(os.environ.pop(LAUNCH_VARIABLE)) + _HEAD_START_SECS
+    return 0.0
 
 
 def _own_processes(controller: Any) -> list[Any]:
@@ -175,31 +191,3 @@ def _with_others(controller: Any, members: list[Child]) -> list[Child]:
     known = [member.process for member in members]
     members += [Child("", process) for process in _own_processes(controller) if process not in known]
     return members
-
-
-def _members_of_group(controller: Any, readers: Sequence[Any]) -> list[Child]:
-    dp_rank = getattr(_thread, "dp_rank", None)
-    group = "" if dp_rank is None else f"DP{dp_rank} "
-    processes = _launchers_processes(controller, readers) or _matching(_own_processes(controller), readers)
-    pairs = enumerate(zip(processes, readers, strict=True))
-    return [Child(f"{group}Rank {rank} scheduler", process, reader) for rank, (process, reader) in pairs]
-
-
-def _launchers_processes(controller: Any, readers: Sequence[Any]) -> list[Any]:
-    """Return the pids of the schedulers that the launching process started for the controller, None if unknown."""
-    started = getattr(controller, "prelaunched_schedulers", None)
-    if not started:
-        return []
-    pids = {id(reader): pid for pid, reader in started.values()}
-    return [pids.get(id(reader)) for reader in readers]
-
-
-def _matching(processes: Sequence[Any], readers: Sequence[Any]) -> list[Any]:
-    """Return the process at the other end of each pipe, None where it cannot be told.
-
-    Threads start their groups side by side, so that the order of the processes says nothing.
-    """
-    # The kernel's name of a pipe has its inode.
-    files = [(process, {path for _link, path in open_files(process.pid)}) for process in processes]
-    pipes = [Path(f"/proc/self/fd/{reader.fileno()}").readlink() for reader in readers]
-    return [next((process for process, opened in files if pipe in opened), None) for pipe in pipes]

@@ -47,7 +47,7 @@ _LEAVE = "ShutdownReq"
 _writer: HeartbeatWriter | None = None
 _words: memoryview[float] | None = None
 _is_off = False
-#: See `own_gpu`, as it was when the scheduler began to beat.
+#: See `known_gpu`.
 _gpu: str | None = None
 #: The classes that are known to be quick.
 _quick: set[type] = set()
@@ -99,20 +99,11 @@ def on_batch(scheduler: Any, batch: Any) -> None:
         _switch_off()
 
 
-def own_gpu() -> str | None:
-    """Return the UUID of the GPU that this process computes on, which holds in a container, too; None without one."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    try:
-        if cuda is None or not cuda.is_initialized():
-            return None
-        return str(cuda.get_device_properties(cuda.current_device()).uuid)
-    except Exception as error:  # noqa: BLE001 - the beat does not need it, and a platform may have none
-        logger.debug("the GPU's UUID is not known: %s", error)
-        return None
-
-
 def known_gpu() -> str | None:
-    """Return what `own_gpu` said when the scheduler began to beat; the driver may not answer any more."""
+    """Return the UUID of the GPU that this process computes on, which holds in a container, too; None without one.
+
+    It is as it was when the scheduler began to beat; the driver may not answer any more.
+    """
     return _gpu
 
 
@@ -158,7 +149,12 @@ def _on_collection(phase: str, _about: object) -> None:
 
 def _describe() -> dict[str, Any]:
     global _gpu
-    _gpu = own_gpu()
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    try:
+        if cuda is not None and cuda.is_initialized():
+            _gpu = str(cuda.get_device_properties(cuda.current_device()).uuid)
+    except Exception as error:  # noqa: BLE001 - the beat does not need it, and a platform may have none
+        logger.debug("the GPU's UUID is not known: %s", error)
     return {"modes": forward_modes(), "gpu": _gpu}
 
 

@@ -133,7 +133,10 @@ class StepRecorder:
     def _note_control(self, requests: Sequence[Any]) -> None:
         for kind in dict.fromkeys(map(type, requests)):
             if not kind.__name__.startswith(_NO_CONTROL):
-                self.writer.begin_control(name_of_control(kind.__name__))
+                # It is called as its route, such as ``update_weights_from_disk``, by the name of its class.
+                words = "_".join(word.lower() for word in _WORDS.findall(_END_OF_NAME.sub("", kind.__name__)))
+                # What the route and the scheduler's function say.
+                self.writer.begin_control(words.replace("update_weight_", "update_weights_") or kind.__name__)
                 break
             self._no_controls.add(kind)
 
@@ -221,20 +224,18 @@ class StepRecorder:
 
     def take_results(self, batch: Any, result: Any) -> None:
         """Note that the scheduler turns to the results of a batch, the oldest that it did not process yet."""
-        number = getattr(batch, "forward_iter", None) or self._oldest()
+        number = getattr(batch, "forward_iter", None)
+        if not number:
+            pending = self._pending
+            while pending and pending[0] <= self._processed:
+                pending.popleft()
+            number = pending[0] if pending else 0
         if number:
             if self._is_cpu or _has_arrived(result):
                 self.writer.begin_results(number)
             else:
                 self.writer.wait_for_results(number)
         self._processing = self._processed = number
-
-    def _oldest(self) -> int:
-        """Return the oldest step to whose results the scheduler did not turn yet, 0 without one."""
-        pending = self._pending
-        while pending and pending[0] <= self._processed:
-            pending.popleft()
-        return pending[0] if pending else 0
 
     def end(self) -> None:
         """Note that the results were processed."""
@@ -333,13 +334,6 @@ def _begin(scheduler: Any) -> StepRecorder | None:
     _recorder = StepRecorder(scheduler, writer, {int(number): name for number, name in modes.items()})
     _is_off = False
     return _recorder
-
-
-def name_of_control(kind: str) -> str:
-    """Return what a control request is called, such as ``update_weights_from_disk``, by the name of its class."""
-    words = "_".join(word.lower() for word in _WORDS.findall(_END_OF_NAME.sub("", kind)))
-    # What the route and the scheduler's function say.
-    return words.replace("update_weight_", "update_weights_") or kind
 
 
 def _is_at_work(scheduler: Any, *, has_begun: bool) -> bool:

@@ -6,13 +6,12 @@ import functools
 import os
 from typing import Any
 
-from sglang_crashkit.srt import crash_exit, startup
+from sglang_crashkit.srt import crash_exit, startup, supervisor
 from sglang_crashkit.srt.entrypoints.engine import on_ranks_ready
 from sglang_crashkit.srt.hooks import Function, before, never_raises
 from sglang_crashkit.srt.ray.scheduler_actor import let_carry
 from sglang_crashkit.srt.server_args import withdraw_crash_dump_env
 from sglang_crashkit.srt.startup import StartupError
-from sglang_crashkit.srt.utils.common import announce_teardown
 
 
 def on_ray_launch(launch: Function) -> Function:
@@ -41,4 +40,4 @@ def _report(error: Exception) -> None:
 
 def on_ray_shutdown(shutdown: Function) -> Function:
     """Wrap ``RayEngine.shutdown``, which kills the actors: it means to."""
-    return before(shutdown, lambda *_args: announce_teardown(os.getpid(), whole=False))
+    return before(shutdown, lambda *_args: supervisor.announce_teardown(os.getpid(), whole=False))

@@ -16,17 +16,17 @@ import signal
 import sys
 import threading
 import time  # noqa: F401 - `_names` gives it for that of the patched module
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from multiprocessing import connection
 from typing import Any, NoReturn
 
 import psutil
 
-from sglang_crashkit import protocol, settings
 from sglang_crashkit.kernel.pidfd import open_pidfd
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
-from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises, notify
+from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises
 from sglang_crashkit.srt.request_journal import retire_journals
 from sglang_crashkit.srt.stack_hooks import report_faults
 from sglang_crashkit.srt.startup import StartupError
@@ -96,7 +96,7 @@ def _prepare_kill(pid: int | None, arguments: dict[str, Any]) -> None:
             end_after_crash(arguments.get("skip_pid"))
         if not whole and threading.current_thread() is threading.main_thread():
             _tell_own_exception()
-    announce_teardown(pid, whole=whole)
+    supervisor.announce_teardown(pid, whole=whole)
     if is_own and not whole:
         retire_journals()
     elif is_own:
@@ -106,7 +106,7 @@ def _prepare_kill(pid: int | None, arguments: dict[str, Any]) -> None:
 def end_after_crash(skip_pid: int | None = None) -> NoReturn:
     """End this process's children, but the one to be skipped, and then itself, with the status of the crash."""
     report_faults()
-    announce_teardown(os.getpid(), whole=True)
+    supervisor.announce_teardown(os.getpid(), whole=True)
     skipped = handler_process.pid_below()
     handler_process.announce_exit()
     crash_exit.end(functools.partial(_kill_own_children, skip_pid, skipped))
@@ -116,7 +116,7 @@ def on_wait_for_reap(wait: Function) -> Function:
     """Take over from ``_wait_for_reap_or_raise``; see `wait_for_reap_or_raise`."""
 
     def instead(wait: Function, procs: Iterable[Any], wait_timeout: float) -> None:
-        if settings.Settings.from_environ().enabled:
+        if Settings.from_environ().enabled:
             wait_for_reap_or_raise(procs, wait_timeout)
         else:
             wait(procs, wait_timeout)
@@ -169,7 +169,16 @@ def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
                 wait_timeout,
                 pids,
             )
-        _sleep(alive, _POLL_SECS, module.time.sleep)
+        # Not beyond the end of one of them.
+        pidfds = [pidfd for pidfd in map(_open_pidfd, alive) if pidfd is not None]
+        try:
+            if pidfds:
+                connection.wait(pidfds, _POLL_SECS)
+            else:
+                module.time.sleep(_POLL_SECS)
+        finally:
+            for pidfd in pidfds:
+                os.close(pidfd)
 
 
 #: This module stands in for the patched one, where that is not loaded or lacks them.
@@ -223,32 +232,6 @@ def _tell_own_exception() -> None:
     tell_exception()
     if not state.started:
         crash_exit.end_by_status(error, None)
-
-
-@never_raises
-def announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
-    """Tell that this process is about to end a process tree, by default its own; not `whole`: all below it."""
-    pid = os.getpid() if parent_pid is None else parent_pid
-    notify("teardown", pid=pid, whole=whole)
-    supervisor.excuse(pid)
-    if pid != os.getpid():
-        # The tree may be another server, which has a handler of its own.
-        path = settings.socket_of(pid)
-        if path is not None and str(path) != settings.published(settings.SOCKET_VARIABLE) and path.exists():
-            protocol.notify(str(path), "teardown", pid=pid, whole=whole)
-
-
-def _sleep(processes: Iterable[Any], seconds: float, nap: Callable[[float], None]) -> None:
-    """Sleep, but not beyond the end of one of `processes`; `nap` sleeps where none of them has a pidfd."""
-    pidfds = [pidfd for pidfd in map(_open_pidfd, processes) if pidfd is not None]
-    try:
-        if pidfds:
-            connection.wait(pidfds, seconds)
-        else:
-            nap(seconds)
-    finally:
-        for pidfd in pidfds:
-            os.close(pidfd)
 
 
 def _open_pidfd(process: Any) -> int | None:

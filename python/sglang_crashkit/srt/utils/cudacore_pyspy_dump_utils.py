@@ -32,9 +32,6 @@ _NAME = "sglang.srt.utils.cudacore_pyspy_dump_utils"
 logger = logging.getLogger(_NAME)
 
 _SCHEDULER = "sglang::scheduler"
-# Upstream's own words, whole, so that they are found.
-_NO_TARGETS_OF_PYSPY = "No sglang scheduler processes found for py-spy dump."
-_NO_TARGETS_OF_CORES = "No sglang scheduler processes found for CUDA coredump."
 #: The longest that py-spy may take with the native stack, which stops the process, and without, in seconds.
 _NATIVE_SECS = 5.0
 _SNAPSHOT_SECS = 2.0
@@ -77,7 +74,7 @@ def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
     """Bring this process's Python stacks, or those of all schedulers below it, into an incident, or into the log."""
     if _captured_by_handler():
         return
-    pids = [process.pid for process in _targets(scheduler_only, _NO_TARGETS_OF_PYSPY)]
+    pids = [process.pid for process in _targets(scheduler_only, "No sglang scheduler processes found for py-spy dump.")]
     deadline = time.monotonic() + max(Settings.from_environ().budget_secs, _SNAPSHOT_SECS)
     for pid in pids:
         _dump_stack(pid, deadline)
@@ -90,7 +87,8 @@ def trigger_cuda_user_coredump(scheduler_only: bool = False) -> int:
             "CUDA user-triggered coredump is not enabled. Set CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 before CUDA "
             "initialization. next: start the server with --crash-dump-folder"
         )
-    return sum(_trigger(process) for process in _targets(scheduler_only, _NO_TARGETS_OF_CORES))
+    processes = _targets(scheduler_only, "No sglang scheduler processes found for CUDA coredump.")
+    return sum(_trigger(process) for process in processes)
 
 
 def diagnose_schedulers() -> None:
@@ -133,6 +131,7 @@ def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
 
 
 def _targets(scheduler_only: bool, if_none: str) -> list[psutil.Process]:
+    # `if_none` are upstream's own words, whole, so that they are found.
     if not scheduler_only:
         return [psutil.Process()]
     processes = collect_scheduler_processes()

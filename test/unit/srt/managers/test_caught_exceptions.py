@@ -91,11 +91,6 @@ def test_a_batch_that_is_given_up_is_told(listener: Listener, release: dict[str,
     assert [told["caught"] for told in listener.heard_so_far()] == [True]
 
 
-def test_without_a_handler_nothing_is_left(short_folder: Path, release: dict[str, ModuleType]) -> None:
-    release[LOOP].run_event_loop(fail, lambda _sent: None)
-    assert not list(short_folder.iterdir())
-
-
 @pytest.mark.parametrize(("mode", "is_told"), [("elastic", True), ("server", False)])
 def test_an_elastic_server_says_which_rank_it_ends(
     listener: Listener, monkeypatch: pytest.MonkeyPatch, mode: str, is_told: bool

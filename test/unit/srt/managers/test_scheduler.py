@@ -12,8 +12,7 @@ import pytest
 
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt.managers import scheduler
-from sglang_crashkit.srt.managers.scheduler import find_server
-from unit.support.waiting import LONG, child, wait_until
+from unit.support.waiting import LONG, wait_until
 
 #: A wrapper starts a bystander and a server; the server has a controller, and that one a scheduler, which kills.
 TREE = """
@@ -100,12 +99,6 @@ def test_a_group_of_the_servers_own_is_killed_whole(tree) -> None:
     assert server.wait(LONG) == -signal.SIGKILL
     wait_until(lambda: not any(map(procfs.is_running, workers)), "the workers are gone")
     assert server.stderr.read() == ""
-
-
-def test_the_server_is_the_first_ancestor_that_is_no_worker() -> None:
-    with child("ready(); pause()", title="sglang::scheduler_TP0") as worker:
-        assert find_server(worker.pid) == os.getpid()
-    assert find_server(os.getpid()) == os.getpid()
 
 
 def test_nothing_is_done_without_killpg_or_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,8 +385,9 @@ def test_what_cannot_be_noted_is_left_out_and_in_the_end_switches_it_off(
         ("_odd", "_odd"),
     ],
 )
-def test_a_control_request_is_called_as_its_route(kind: str, name: str) -> None:
-    assert step_recorder.name_of_control(kind) == name
+def test_a_control_request_is_called_as_its_route(scheduler: Scheduler, kind: str, name: str) -> None:
+    scheduler.process_input_requests([type(kind, (), {})()])
+    assert read().control == name
 
 
 def test_a_control_request_is_noted_until_what_comes_next(listener: Listener) -> None:

@@ -55,6 +55,7 @@ class Manager:
         self.crash_dump_request_list: list[Any] = [1, 2]
         self.rid_to_state: dict[int, Any] = {n: SimpleNamespace(finished=n == 0) for n in range(4)}
         self.flags: list[str | None] = []
+        self.meanwhile: Callable[[], object] = lambda: None
         self.error: BaseException | None = None
         self.server_args: object = None
 
@@ -63,6 +64,7 @@ class Manager:
         """Upstream's docstring."""
         self.crash_dump_performed = True
         self.flags = [os.environ.get(name) for name in FLAGS]
+        self.meanwhile()
         if self.error:
             raise self.error
         if self.crash_dump_folder:
@@ -158,14 +160,8 @@ def test_the_kit_takes_over_upstreams_diagnostics_also_where_the_dump_fails(
 
 def test_a_handler_that_dies_does_not_delay_the_dump(listener: Listener, tmp_path: Path) -> None:
     manager = Manager(tmp_path)
-    dump = type(manager).dump_requests_before_crash.__wrapped__  # type: ignore[attr-defined]
-
-    def kill_and_dump(manager: Manager) -> str:
-        listener.kill()
-        result: str = dump(manager)
-        return result
-
-    assert on_crash_dump(kill_and_dump)(manager) == "result"
+    manager.meanwhile = listener.kill
+    assert manager.dump_requests_before_crash() == "result"
     assert (tmp_path / "host" / "dump.pkl").exists()
 
 
@@ -202,23 +198,19 @@ def test_another_thread_that_calls_waits_for_the_first(request: pytest.FixtureRe
     if with_handler:
         request.getfixturevalue("listener")
     order: list[str] = []
-    begun = threading.Event()
+    begun, manager = threading.Event(), Manager(None)
 
-    class Slow(Manager):
-        @on_crash_dump
-        def dump_requests_before_crash(self) -> str:  # type: ignore[override]
-            begun.set()
-            time.sleep(0.2)
-            order.append("first is whole")
-            return "result"
-
-    manager = Slow(None)
+    def take_long() -> None:
+        begun.set()
+        time.sleep(0.2)
+        order.append("first is whole")
 
     def second() -> None:
         begun.wait(LONG)
         manager.dump_requests_before_crash()
         order.append("second returns")
 
+    manager.meanwhile = take_long
     thread = threading.Thread(target=second)
     thread.start()
     assert manager.dump_requests_before_crash() == "result"
@@ -229,14 +221,9 @@ def test_another_thread_that_calls_waits_for_the_first(request: pytest.FixtureRe
 def test_another_sigquit_does_not_cut_the_dump_short(listener: Listener) -> None:
     calls = []
     signal.signal(signal.SIGQUIT, lambda *_: calls.append("upstream"))
-
-    class Interrupted(Manager):
-        @on_crash_dump
-        def dump_requests_before_crash(self) -> str:  # type: ignore[override]
-            os.kill(os.getpid(), signal.SIGQUIT)
-            return "result"
-
-    assert Interrupted(None).dump_requests_before_crash() == "result"
+    manager = Manager(None)
+    manager.meanwhile = lambda: os.kill(os.getpid(), signal.SIGQUIT)
+    assert manager.dump_requests_before_crash() == "result"
     assert calls == []
 
 
