@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.private_files import FifoError, write_to_fifo
+from sglang_crashkit.kernel.private_files import FifoError, open_regular, write_to_fifo
 
 _ENABLED, _PIPE, _FILE = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_PIPE", "CUDA_COREDUMP_FILE"
 #: The driver's own names, by the manual and as seen with other drivers.
@@ -203,22 +203,15 @@ class CoreRequest:
 def is_whole_core(path: Path) -> bool:
     """Say whether `path`, not a link, is a 64-bit ELF file with its table of sections, which the driver writes last."""
     try:
-        # Not blocking: the open of a pipe would wait for somebody to write to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, ValueError):
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            magic, table, row_size, count = _HEADER.unpack(os.pread(file.fileno(), _HEADER.size, 0))
+            if magic == _MAGIC and table and not count:
+                # More than the header can say: the first one says how many.
+                (count,) = _COUNT.unpack(os.pread(file.fileno(), _COUNT.size, table))
+            return bool(magic == _MAGIC and 0 < table < table + count * row_size <= size)
+    except (OSError, ValueError, OverflowError, struct.error):
         return False
-    try:
-        status = os.fstat(descriptor)
-        magic, table, row_size, count = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
-        if magic == _MAGIC and table and not count:
-            # More than the header can say: the first one says how many.
-            (count,) = _COUNT.unpack(os.pread(descriptor, _COUNT.size, table))
-        is_elf = stat.S_ISREG(status.st_mode) and magic == _MAGIC
-        return is_elf and 0 < table < table + count * row_size <= status.st_size
-    except (OSError, OverflowError, struct.error):
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def _is_fifo(path: Path) -> bool:
