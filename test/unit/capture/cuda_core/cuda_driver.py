@@ -16,13 +16,15 @@ def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: st
     """Answer one trigger.
 
     Args:
-        pipe: the named pipe to make.
-        core: the file to write.
+        pipe: the named pipe to make, with ``%p`` for its pid and ``%t`` for the time.
+        core: the file to write, so too.
         seconds: how long the writing takes.
         fraction: how much of the core is written.
         then: ``hang`` keeps the file open, ``die`` ends the process, when that much is written.
         steps: in how many pieces it is written.
     """
+    for mark, value in (("%p", str(os.getpid())), ("%t", str(int(time.time())))):
+        pipe, core = pipe.replace(mark, value), core.replace(mark, value)
     # It has its reader before it has its name: the process that sees the pipe may write to it.
     unnamed = Path(f"{pipe}.unnamed")
     os.mkfifo(unnamed, 0o600)
@@ -44,12 +46,8 @@ def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: st
 
 def main() -> None:
     """Run as a program: pipe and core; and live on."""
-    pipe, core = sys.argv[1:]
-    names = {"%p": str(os.getpid()), "%t": str(int(time.time()))}
-    for mark, value in names.items():
-        pipe, core = pipe.replace(mark, value), core.replace(mark, value)
     os.write(1, b"ready\n")
-    run(pipe, core, 0.5)
+    run(*sys.argv[1:], 0.5)
     time.sleep(3600)
 
 
