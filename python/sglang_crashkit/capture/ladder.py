@@ -153,13 +153,7 @@ def _ask(hooks: StackHooks, file: Path) -> str:
             return reason
         if not procfs.catches_signal(hooks.pid, hooks.signal):
             return f"it does not catch signal {hooks.signal} any more"
-        # One that takes it at once, the main thread where it does, as the kernel prefers it too.
-        states = procfs.thread_states(hooks.pid)
-        ready = (
-            thread for thread in sorted(states, key=lambda one: (one != hooks.pid, one)) if states[thread] in "RSI"
-        )
-        blocked = ((thread, procfs.read_status(hooks.pid, thread).get("SigBlk")) for thread in ready)
-        thread = next((thread for thread, mask in blocked if not procfs.in_mask(mask, hooks.signal)), None)
+        thread = _thread_to_ask(hooks)
         if thread is None:
             return "no thread of it can take a signal now: all are in uninterruptible sleep or block it"
         os.truncate(file, 0)
@@ -174,6 +168,17 @@ def _ask(hooks: StackHooks, file: Path) -> str:
     finally:
         os.close(pidfd)
     return ""
+
+
+def _thread_to_ask(hooks: StackHooks) -> int | None:
+    """Return a thread that takes the signal at once: the main thread where it does, as the kernel prefers it too."""
+    states = procfs.thread_states(hooks.pid)
+    for thread in sorted(states, key=lambda thread: (thread != hooks.pid, thread)):
+        if states[thread] in "RSI":
+            blocked = procfs.read_status(hooks.pid, thread).get("SigBlk")
+            if not procfs.in_mask(blocked, hooks.signal):
+                return thread
+    return None
 
 
 @dataclass(frozen=True)
