@@ -188,21 +188,18 @@ def sleep_in_the_kernel(fifo: str) -> None:
 
 def start_cuda(seconds: str, fraction: str, then: str = "", steps: str = "10") -> None:
     """Have this process answer a trigger as the CUDA driver does, with a core that takes `seconds`."""
-    pipe = os.environ["CUDA_COREDUMP_PIPE"].replace("%p", str(os.getpid()))
-    driver = threading.Thread(
-        target=cuda_driver.run,
+    pipe = torch_recorder.open_pipe(cuda_driver.name_of(os.environ["CUDA_COREDUMP_PIPE"]), os.O_RDWR)
+    threading.Thread(
+        target=cuda_driver.answer,
         args=(pipe, os.environ["CUDA_COREDUMP_FILE"], float(seconds)),
         kwargs={"fraction": float(fraction), "then": then, "steps": int(steps)},
         daemon=True,
-    )
-    driver.start()
-    while not Path(pipe).exists():
-        time.sleep(0.01)
+    ).start()
 
 
 def start_nccl(rank: str, content: str, seconds: str, how: str = "") -> None:
     """Have this process answer as PyTorch's flight recorder does, with what is in the file `content`."""
-    pipe = torch_recorder.open_pipe(os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"], int(rank))
+    pipe = torch_recorder.open_pipe(f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{rank}.pipe")
     dump = os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank
     threading.Thread(
         target=torch_recorder.answer, args=(pipe, dump, Path(content).read_bytes(), float(seconds), how), daemon=True
