@@ -12,7 +12,7 @@ _LOOK_SECS = 0.02
 
 
 def open_pipe(name: str, flags: int = os.O_RDONLY | os.O_NONBLOCK) -> int:
-    """Make a pipe of this name, such as ``nccl-0.pipe``, as PyTorch and the CUDA driver do, and return what they read it by."""
+    """Make a pipe of this name as PyTorch and the CUDA driver do, and return what they read it by."""
     Path(name).unlink(missing_ok=True)
     # It has its reader before it has its name: the process that sees the pipe may write to it.
     unnamed = Path(f"{name}.unnamed")
