@@ -39,17 +39,11 @@ def receive_one(mailbox: Mailbox) -> Message:
 
 
 @contextlib.contextmanager
-def answering(mailbox: Mailbox, **answer: object) -> Iterator[list[Message]]:
+def answering(mailbox: Mailbox, **answer: object) -> Iterator[None]:
     """Acknowledge the next message in the background."""
-    got: list[Message] = []
-
-    def work() -> None:
-        got.append(receive_one(mailbox))
-        mailbox.acknowledge(got[0], **answer)
-
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=lambda: mailbox.acknowledge(receive_one(mailbox), **answer))
     thread.start()
-    yield got
+    yield
     thread.join(LONG)
 
 

@@ -37,14 +37,9 @@ ORDINARY_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", SECRET_NAMES)
+@pytest.mark.parametrize("name", [*SECRET_NAMES, *ORDINARY_NAMES])
 def test_a_secret_is_known_by_its_name(name: str) -> None:
-    assert is_secret_name(name)
-
-
-@pytest.mark.parametrize("name", ORDINARY_NAMES)
-def test_other_names_are_no_secrets(name: str) -> None:
-    assert not is_secret_name(name)
+    assert is_secret_name(name) is (name in SECRET_NAMES)
 
 
 @pytest.mark.parametrize("text", FORMS)
@@ -112,19 +107,18 @@ PROMPT = "Tell me, please, of the canary\nin the mine, and of its friends"
         (f"ValueError: {PROMPT[8:40]}... is bad", f"ValueError: {REDACTED}... is bad"),
         ("ValueError: the canary", "ValueError: the canary"),
         ("", ""),
+        # A short prompt is taken out as a whole.
+        ("bad: my secret plan!", f"bad: {REDACTED}!"),
     ],
 )
 def test_what_a_text_shares_with_a_prompt_is_taken_out(text: str, expected: str) -> None:
-    assert redact_prompts(text, ["another one", PROMPT]) == expected
-
-
-def test_a_short_prompt_is_taken_out_as_a_whole() -> None:
-    assert redact_prompts("bad: my secret plan!", ["my secret plan", "", "bad"]) == f"bad: {REDACTED}!"
+    assert redact_prompts(text, ["another one", PROMPT, "my secret plan", "", "bad"]) == expected
 
 
 def test_a_list_of_tokens_is_taken_out() -> None:
-    tokens = ", ".join(map(str, range(20)))
-    assert redact_prompts(f"bad ids [{tokens}] of shape [2, 3, 4]", []) == "bad ids [<20 numbers>] of shape [2, 3, 4]"
+    assert (
+        redact_prompts(f"bad ids {[*range(20)]} of shape [2, 3, 4]", []) == "bad ids [<20 numbers>] of shape [2, 3, 4]"
+    )
 
 
 @pytest.mark.wide

@@ -113,12 +113,20 @@ def _debug(
         return Debugged(tool, problem=f"not run: {reason}")
     before, seconds, kernels = "", 0.0, tuple[str, ...]()
     if cuda_gdb:
-        debugged = _run(cuda_gdb, pid, start_ticks, deadline_secs, stop, guard)
-        if debugged.threads or _REFUSED in debugged.text or stop.is_set() or time.monotonic() >= until:
-            return debugged
+        with guard.over(pid, start_ticks) as on_start:
+            run = run_tool(command_of(cuda_gdb, pid), deadline_secs, stop, on_start, environ=own_environ())
+            # One that ended by itself has let go by itself.
+            left_stopped = run.reason and release({pid: start_ticks})
+        problem = f"it may not be traced; next: {MAY_TRACE}" if _REFUSED in run.text else run.reason
+        if left_stopped:
+            problem += "; it left the process stopped, which was sent SIGCONT"
+        threads, kernels = parse_stacks(run.text), parse_kernels(run.text)
+        if not threads and not problem:
+            problem = f"{CUDA_GDB} printed no stack"
+        if threads or _REFUSED in run.text or stop.is_set() or time.monotonic() >= until:
+            return Debugged(CUDA_GDB, run.text, problem, run.seconds, threads, kernels)
         # As Debian's 11.8, or one that does not start.
-        before, seconds = f"{debugged.text}\n== {debugged.problem}; {SUBSTITUTE}:\n", debugged.seconds
-        kernels = debugged.kernels
+        before, seconds = f"{run.text}\n== {problem}; {SUBSTITUTE}:\n", run.seconds
     samples, obstacles = capture_native({pid: start_ticks}, until - time.monotonic(), guard, stop)
     if not samples:
         return Debugged(SUBSTITUTE, before, f"not run: {obstacles[pid]}", seconds, (), kernels)
@@ -126,22 +134,6 @@ def _debug(
     threads = sample.threads
     text = "\n".join(format_threads(procfs.read_title(pid), pid, threads)) if threads else ""
     return Debugged(SUBSTITUTE, before + text, sample.problem, round(seconds + sample.seconds, 3), threads, kernels)
-
-
-def _run(
-    cuda_gdb: str, pid: int, start_ticks: int, deadline_secs: float, stop: threading.Event, guard: ToolGuard
-) -> Debugged:
-    with guard.over(pid, start_ticks) as on_start:
-        run = run_tool(command_of(cuda_gdb, pid), deadline_secs, stop, on_start, environ=own_environ())
-        # One that ended by itself has let go by itself.
-        left_stopped = run.reason and release({pid: start_ticks})
-    problem = f"it may not be traced; next: {MAY_TRACE}" if _REFUSED in run.text else run.reason
-    if left_stopped:
-        problem += "; it left the process stopped, which was sent SIGCONT"
-    threads = parse_stacks(run.text)
-    if not threads and not problem:
-        problem = f"{CUDA_GDB} printed no stack"
-    return Debugged(CUDA_GDB, run.text, problem, run.seconds, threads, parse_kernels(run.text))
 
 
 def max_at_once() -> int:
@@ -174,17 +166,14 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
         if started := _THREAD.match(line):
             threads.append((started[2] or "", int(started[1]), []))
         elif is_inside and (found := _FRAME.match(line)):
-            threads[-1][2].append(_frame(found[1]))
+            place = _PLACE.match(found[1])
+            assert place is not None
+            function = _ARGUMENTS.sub("", place["function"])[:MAX_NAME]
+            frame = Frame(function, place["file"] or place["library"] or "", int(place["line"] or 0))
+            threads[-1][2].append(frame)
         # An empty line ends a thread.
         is_inside = bool(started) or (is_inside and bool(line.strip()))
     return tuple(Thread(name, id_, False, False, tuple(frames)) for name, id_, frames in threads if frames)
-
-
-def _frame(text: str) -> Frame:
-    match = _PLACE.match(text)
-    assert match is not None
-    function = _ARGUMENTS.sub("", match["function"])[:MAX_NAME]
-    return Frame(function, match["file"] or match["library"] or "", int(match["line"] or 0))
 
 
 def parse_kernels(text: str) -> tuple[str, ...]:

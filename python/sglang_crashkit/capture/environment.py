@@ -18,11 +18,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.kernel.cgroup import find_group
+from sglang_crashkit.kernel.cgroup import PROC, find_group
 from sglang_crashkit.kernel.guarded_read import read_guarded
+from sglang_crashkit.kernel.shared_memory import FOLDER
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
-PROC = Path("/proc")
 _DISTRIBUTIONS = (
     *("sglang", "sglang-crashkit", "torch", "transformers", "triton", "sgl-kernel", "sglang-kernel"),
     *("flashinfer-python", "mooncake-transfer-engine", "xgrammar"),
@@ -139,7 +138,7 @@ def read_process(pid: int) -> dict[str, Any]:
 
 def read_shared_memory() -> dict[str, int]:
     """Return the size of ``/dev/shm`` and what is used of it, in bytes."""
-    size = os.statvfs(SHARED_MEMORY)
+    size = os.statvfs(FOLDER)
     used = size.f_blocks - size.f_bfree
     return {"total_bytes": size.f_blocks * size.f_frsize, "used_bytes": used * size.f_frsize}
 

@@ -169,7 +169,13 @@ def watch(nvml: Any) -> Iterator[dict[str, Any]]:
     data, library = Event(), ctypes.CDLL(_LIBRARY)
     library.nvmlErrorString.restype = ctypes.c_char_p
     del nvml
-    _unload_pynvml()
+    # Gives back the memory of a module with thousands of names: 11 of 28 MB.
+    sys.modules.pop("pynvml").__dict__.clear()
+    gc.collect()
+    # Other C libraries than glibc have none.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     for _event in range(_MAX_EVENTS):
         while (status := library.nvmlEventSetWait_v2(events, ctypes.byref(data), _WAIT_MS)) == _TIMEOUT:
             pass
@@ -181,16 +187,6 @@ def watch(nvml: Any) -> Iterator[dict[str, Any]]:
 
 def _number_of(handle: Any) -> int | None:
     return ctypes.cast(handle, ctypes.c_void_p).value
-
-
-def _unload_pynvml() -> None:
-    """Give back the memory of a module with thousands of names: 11 of 28 MB."""
-    sys.modules.pop("pynvml").__dict__.clear()
-    gc.collect()
-    # Other C libraries than glibc have none.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def main(arguments: Sequence[str]) -> int:

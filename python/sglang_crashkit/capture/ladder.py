@@ -157,7 +157,12 @@ def _ask(hooks: StackHooks, file: Path) -> str:
         if thread is None:
             return "no thread of it can take a signal now: all are in uninterruptible sleep or block it"
         os.truncate(file, 0)
-        _send(pidfd, hooks, thread)
+        # Before glibc 2.30 there is no function for it.
+        tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
+        if thread == hooks.pid or tgkill is None:
+            signal_pidfd(pidfd, hooks.signal)
+        elif tgkill(hooks.pid, thread, hooks.signal):
+            return os.strerror(ctypes.get_errno())
     except OSError as error:
         return error.strerror or str(error)
     finally:
@@ -174,15 +179,6 @@ def _thread_to_ask(hooks: StackHooks) -> int | None:
             if not procfs.in_mask(blocked, hooks.signal):
                 return thread
     return None
-
-
-def _send(pidfd: int, hooks: StackHooks, thread: int) -> None:
-    # Before glibc 2.30 there is no function for it.
-    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
-    if thread == hooks.pid or tgkill is None:
-        signal_pidfd(pidfd, hooks.signal)
-    elif tgkill(hooks.pid, thread, hooks.signal):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,8 @@ def sample_all(
                 apart=True,
                 max_output=MAX_OUTPUT,
             )
-            problem = _first_line(run.errors) or run.reason
+            said = next((line.strip() for line in run.errors.splitlines() if line.strip()), "")
+            problem = said.removeprefix("Error: ")[:300] or run.reason
             if run.status == 0:
                 try:
                     taken, problem = parse_pyspy(run.text), ""
@@ -162,7 +163,3 @@ def _worth(threads: Sequence[Thread], pid: int) -> tuple[bool, bool, bool]:
     """Return whether there are threads, the main thread among them, and that to its outermost frame."""
     main = main_thread(threads, pid)
     return bool(threads), main is not None, main is not None and are_whole(main.frames)
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "").removeprefix("Error: ")[:300]

@@ -69,8 +69,7 @@ def release(processes: Mapping[int, int]) -> set[int]:
     while left:
         is_last = time.monotonic() >= deadline
         for pid, start_ticks in list(left.items()):
-            stat = procfs.read_stat(pid, start_ticks)
-            if stat is None or stat.state in "ZX":
+            if not procfs.is_running(pid, start_ticks):
                 del left[pid]
             elif is_last or not any(procfs.read_tracer(pid, thread) for thread in procfs.thread_states(pid)):
                 if is_stopped(pid):

@@ -203,10 +203,14 @@ class _Host:
 
         That may be any program that uses SGLang's Engine: then it is the parent of the highest one with a title.
         """
-        known = [one for one in (pid, *self._above(pid)) if self._is_sglang(self._entries[one])]
+        known = [
+            one
+            for one in map(self._entries.__getitem__, (pid, *self._above(pid)))
+            if (one.is_titled and titles.role_of(one.title) != _HANDLER) or runs_sglang(one.cmdline)
+        ]
         if not known:
             return None
-        top = self._entries[known[-1]]
+        top = known[-1]
         if not top.is_titled:
             return top.pid
         parent = self._entries.get(top.ppid)
@@ -217,9 +221,6 @@ class _Host:
         if pid not in self._entries:
             return set()
         return set(self._tree(self.server_of(pid) or pid))
-
-    def _is_sglang(self, entry: _Entry) -> bool:
-        return (entry.is_titled and titles.role_of(entry.title) != _HANDLER) or runs_sglang(entry.cmdline)
 
     def _above(self, pid: int) -> Iterator[int]:
         seen = {pid}

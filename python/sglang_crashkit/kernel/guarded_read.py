@@ -108,7 +108,7 @@ class GuardedReader:
                 self._helper = _Helper()
             try:
                 return self._helper.read(path, time.monotonic() + self._deadline_secs)
-            except _GoneError:
+            except EOFError:
                 # It ends with the thread that started it, or somebody killed it.
                 self._end_helper()
             except BlockedReadError:
@@ -129,10 +129,6 @@ class GuardedReader:
                 self._stuck.append(helper.pid)
                 return
             time.sleep(0.001)
-
-
-class _GoneError(Exception):
-    """The helper has ended."""
 
 
 class _Helper:
@@ -160,13 +156,13 @@ class _Helper:
         """Return what a file holds; see `GuardedReader.read`. The deadline is by the monotonic clock.
 
         Raises:
-            _GoneError: it has ended.
+            EOFError: it has ended.
         """
         request = os.fsencode(path)
         try:
             os.write(self._requests, struct.pack("=I", len(request)) + request)
         except BrokenPipeError as error:
-            raise _GoneError from error
+            raise EOFError from error
         head = self._receive(_ANSWER.size, deadline, path)
         number, length = _ANSWER.unpack(head)
         if number:
@@ -198,7 +194,7 @@ class _Helper:
                     ) from None
                 continue
             if not chunk:
-                raise _GoneError
+                raise EOFError
             data += chunk
         return bytes(data)
 

@@ -73,12 +73,7 @@ def read_stack_hooks(folder: Path, pid: int, start_ticks: int) -> StackHooks | N
         hooks = StackHooks(pid, start_ticks, int(document["main_thread"]), int(document["signal"]), roots)
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    return hooks if is_usable(hooks.signal) else None
-
-
-def is_usable(signum: int) -> bool:
-    """Say whether a signal may be used: a real-time one, or 0 for none."""
-    return signum == 0 or signal.SIGRTMIN <= signum <= signal.SIGRTMAX
+    return hooks if hooks.signal == 0 or signal.SIGRTMIN <= hooks.signal <= signal.SIGRTMAX else None
 
 
 def read_handler_pid(folder: Path) -> int | None:

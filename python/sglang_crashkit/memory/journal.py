@@ -106,14 +106,6 @@ class JournalReader(RingReader):
     def __init__(self, descriptor: int, deadline: float = math.inf) -> None:
         super().__init__(descriptor, deadline=deadline)
         self.lost = 0
-        self.requests = self._collect()
-
-    def load(self, request: JournaledRequest) -> dict[str, Any] | None:
-        """Return all that is known of a request, see `decode_request`; None where it was overwritten meanwhile."""
-        record = self.payload(request.offset, request.sequence)
-        return None if record is None else decode_request(record)
-
-    def _collect(self) -> list[JournaledRequest]:
         #: By kind and by the number of the request: sequence number and place of the record, when, and how it ended.
         found: dict[int, dict[int, tuple[int, int, float, bool]]] = {_BEGUN: {}, _ENDED: {}, _ABORTED: {}}
         # When something was noted last, since the epoch.
@@ -152,7 +144,12 @@ class JournalReader(RingReader):
                 # What SGLang calls finished there is the abort.
                 finished = end[3] and aborted is None
                 ended.append((end[0], JournaledRequest(arrived, end[2], finished, offset, sequence, aborted)))
-        return unfinished + [request for _sequence, request in sorted(ended, reverse=True)]
+        self.requests = unfinished + [request for _sequence, request in sorted(ended, reverse=True)]
+
+    def load(self, request: JournaledRequest) -> dict[str, Any] | None:
+        """Return all that is known of a request, see `decode_request`; None where it was overwritten meanwhile."""
+        record = self.payload(request.offset, request.sequence)
+        return None if record is None else decode_request(record)
 
 
 def encode_begin(

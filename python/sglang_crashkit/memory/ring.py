@@ -153,22 +153,26 @@ class RingWriter:
                 self.lost += 1
             else:
                 left -= size
-                self._write(self._payload(position, length), checksum, hold)
+                start = (position + FRAME_BYTES) % self.capacity
+                until_end = min(length, self.capacity - start)
+                payload = self._map[_HEADER_BYTES + start : _HEADER_BYTES + start + until_end]
+                payload += self._map[_HEADER_BYTES : _HEADER_BYTES + length - until_end]
+                self._write(payload, checksum, hold)
         oldest = next(iter(self._held.values()), (self._head,))[0]
         # What is held from now on lies no further back.
         self._none_due_until = oldest + self._renewed_after
-
-    def _payload(self, position: int, length: int) -> bytes:
-        start = (position + FRAME_BYTES) % self.capacity
-        until_end = min(length, self.capacity - start)
-        start += _HEADER_BYTES
-        return self._map[start : start + until_end] + self._map[_HEADER_BYTES : _HEADER_BYTES + length - until_end]
 
     def _write(self, payload: bytes, checksum: int, hold: int | None) -> None:
         begin, length = self._head, len(payload)
         end = begin + _frame_size(length)
         if end > self._reserved < self.capacity:
-            self._reserve(end)
+            # In whole steps, or to the capacity.
+            reserved = min(-(-end // _STEP_BYTES) * _STEP_BYTES, self.capacity)
+            try:
+                os.posix_fallocate(self.fd, _HEADER_BYTES + self._reserved, reserved - self._reserved)
+            except OSError as error:
+                raise _no_memory(error) from error
+            self._reserved = reserved
         self._head = end
         place = begin % self.capacity
         data, start, rest = self._map, _HEADER_BYTES + place, place + FRAME_BYTES + length - self.capacity
@@ -183,15 +187,6 @@ class RingWriter:
         if hold is not None:
             self._held[hold] = begin, length, checksum
             self._held_bytes += end - begin
-
-    def _reserve(self, end: int) -> None:
-        """Reserve memory in whole steps for data up to `end`, or to the capacity."""
-        reserved = min(-(-end // _STEP_BYTES) * _STEP_BYTES, self.capacity)
-        try:
-            os.posix_fallocate(self.fd, _HEADER_BYTES + self._reserved, reserved - self._reserved)
-        except OSError as error:
-            raise _no_memory(error) from error
-        self._reserved = reserved
 
 
 class Record(NamedTuple):

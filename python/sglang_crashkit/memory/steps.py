@@ -377,8 +377,14 @@ class _Requests:
         self._requests_left -= count
         rids = self._rids.get(ids)
         if rids is None:
-            place, size, checksum = ids
-            rids = self._rids[ids] = _rids_in(self._take(size, place, checksum))
+            start, size, checksum = ids
+            rids, data, place = [], self._take(size, start, checksum), 0
+            while place + _ID_LENGTH.size <= len(data) and len(rids) <= MAX_REQUESTS:
+                (size,) = _ID_LENGTH.unpack_from(data, place)
+                place += _ID_LENGTH.size
+                rids.append(short_rid(data[place : place + size].decode(errors="backslashreplace")))
+                place += size
+            self._rids[ids] = rids
         numbers = array("I", self._take(4 * count * (1 + has_tokens), *lengths))
         if len(rids) != count or not numbers:
             return ()
@@ -391,14 +397,3 @@ class _Requests:
         self._bytes_left -= size
         found = self._data[DATA + start : DATA + start + size]
         return found if len(found) == size and crc32(found) == checksum else b""
-
-
-def _rids_in(data: bytes) -> list[str]:
-    found: list[str] = []
-    place = 0
-    while place + _ID_LENGTH.size <= len(data) and len(found) <= MAX_REQUESTS:
-        (size,) = _ID_LENGTH.unpack_from(data, place)
-        place += _ID_LENGTH.size
-        found.append(short_rid(data[place : place + size].decode(errors="backslashreplace")))
-        place += size
-    return found

@@ -28,9 +28,6 @@ from unit.support.targets import (
 )
 from unit.support.waiting import LONG, child
 
-CUDA_GDB = Path(__file__).parents[3] / ".lanes" / "cuda-gdb" / "cuda-gdb"
-needs_cuda_gdb = pytest.mark.skipif(not CUDA_GDB.is_file(), reason="no cuda-gdb; scripts/cuda_gdb installs it")
-
 
 def stand_in(folder: Path, script: str) -> str:
     """Write a stand-in for cuda-gdb, and return its path; its last but fourth argument is the pid."""
@@ -45,11 +42,10 @@ def debugged_by(cuda_gdb: str | None, pid: int, secs: float = LONG) -> Debugged:
     return taken[pid]
 
 
-@needs_cuda_gdb
-def test_cuda_gdb_gives_all_stacks_and_the_target_runs_on() -> None:
+def test_cuda_gdb_gives_all_stacks_and_the_target_runs_on(cuda_gdb: str) -> None:
     code = "import threading\ndef work(): time.sleep(120)\nthreading.Thread(target=work, daemon=True).start()\n"
     with child(code + "secret = 'hunter2-in-a-local'\n" + SLEEPER) as process:
-        debugged = debugged_by(str(CUDA_GDB), process.pid, 4 * LONG)
+        debugged = debugged_by(cuda_gdb, process.pid, 4 * LONG)
     assert (debugged.problem, debugged.tool) == ("", "cuda-gdb")
     assert len(debugged.threads) == 2
     assert process.pid in {thread.native_id for thread in debugged.threads}

@@ -75,7 +75,7 @@ V1 = {
         ),
         (
             # A container: the path is the host's, and the mount is the group.
-            "4:memory:/docker/abc",
+            "9:cpuset:/docker/abc\n4:memory:/docker/abc\n0::/",
             "cgroup {} cgroup rw,memory 0 0",
             V1,
             {
@@ -103,9 +103,14 @@ def test_what_a_cgroup_allows_and_counts(
 ) -> None:
     group = tmp_path / "cgroup"
     write(group, files)
-    write(tmp_path, {"mounts": mount.format(group) + "\n", "proc/7/cgroup": membership + "\n"})
+    write(tmp_path, {"mounts": f"proc /proc proc rw 0 0\n{mount.format(group)}\n", "proc/7/cgroup": membership + "\n"})
     monkeypatch.setattr(cgroup, "MOUNTS", tmp_path / "mounts")
     found = environment.read_cgroups(7)
+    memory, counter = found.get("memory"), cgroup.find_counter(7)
+    if memory is not None:
+        counts = Path(memory["path"], "memory.events" if memory["version"] == 2 else "memory.oom_control")
+        assert counter == cgroup.OomCounter(counts, memory["events"]["oom_kill"])
+    assert (counter is None) == (memory is None)
     paths = {facts.pop("path") for facts in found.values()}
     assert found == expected
     assert paths <= {str(group), str(group / "pod/own")}

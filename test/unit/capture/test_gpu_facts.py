@@ -69,12 +69,6 @@ def test_what_a_driver_does_not_support_is_named_once(driver: Driver) -> None:
     assert second == {"index": 1, "errors": {"GPU is lost": ["all of it"]}}
 
 
-def test_a_driver_that_hangs_costs_a_deadline(driver: Driver) -> None:
-    driver.say(mode="hang_all")
-    facts = facts_of(wait_until(ask_driver(0.3).look, "the driver was given up"))
-    assert facts.reason.endswith("did not end within 0.3 s")
-
-
 def test_what_came_before_the_driver_hung_is_kept(driver: Driver) -> None:
     driver.say(mode="hang")
     reader = ask_driver(LONG)

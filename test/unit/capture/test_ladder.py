@@ -119,14 +119,6 @@ def test_no_rung_waits_for_a_thread_in_uninterruptible_sleep(runtime: Path, use_
         assert state_of(target.pid) == "D"
 
 
-def test_a_traced_process_is_captured_beside_its_tracer(runtime: Path) -> None:
-    with hooked(runtime, SLEEPER) as target, traced(target.pid) as tracer:
-        settle(target.pid, "S")
-        (sample,) = capture(runtime, target)
-        assert Path(f"/proc/{target.pid}/status").read_text().split("TracerPid:")[1].split()[0] == str(tracer)
-    assert (sample.source, sample.problem) == ("py-spy", "")
-
-
 EXEC = """
 ready()
 os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(120)"])
@@ -140,10 +132,14 @@ def ask(folder: Path, *targets: StackHooks, secs: float = LONG):
     return ask_faulthandler(targets, {target.pid: folder for target in targets}, secs)
 
 
-def test_a_traced_process_is_not_asked(runtime: Path) -> None:
+def test_a_traced_process_is_captured_beside_its_tracer_and_not_asked(runtime: Path) -> None:
     with hooked(runtime, SLEEPER) as target, traced(target.pid) as tracer:
-        (sample,) = ask(runtime, target)
-    assert sample.problem.startswith(f"process {tracer} (")
+        settle(target.pid, "S")
+        (sample,) = capture(runtime, target)
+        (refused,) = ask(runtime, target)
+        assert procfs.read_tracer(target.pid) == tracer
+    assert (sample.source, sample.problem) == ("py-spy", "")
+    assert refused.problem.startswith(f"process {tracer} (")
 
 
 def test_one_that_stopped_catching_the_signal_is_not_sent_it(runtime: Path) -> None:

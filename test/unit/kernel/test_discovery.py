@@ -11,25 +11,12 @@ import pytest
 
 from sglang_crashkit.kernel.discovery import FoundProcess, Place, find_processes, place_of, runs_sglang
 from sglang_crashkit.kernel.procfs import read_title
-from unit.support.waiting import LONG, child, wait_until
+from unit.support.launching import STARTS
+from unit.support.waiting import LONG, child, spawned, wait_until
 
 SLEEP = "ready(); pause()"
 #: A process that starts one Python process for each further argument, with that title, and tells their pids.
-FAMILY = """
-import subprocess
-def start(title):
-    code = "import setproctitle, sys, time; setproctitle.setproctitle(sys.argv[1]); print(flush=True); time.sleep(120)"
-    process = subprocess.Popen([sys.executable, "-c", code, title], stdout=subprocess.PIPE)
-    process.stdout.readline()
-    return process
-children = [start(title) for title in sys.argv[1:]]
-ready(" ".join(str(one.pid) for one in children))
-try:
-    sys.stdin.read()
-finally:
-    for one in children:
-        one.kill()
-"""
+FAMILY = STARTS + "ready(' '.join(str(start_titled(title)) for title in sys.argv[1:])); pause()"
 
 
 @contextlib.contextmanager
@@ -37,11 +24,7 @@ def family(*titles: str, title: str | None = None) -> Iterator[tuple[int, dict[s
     """A process with children that have titles; gives its pid and theirs."""
     with child(FAMILY, *titles, title=title) as process:
         pids = [int(pid) for pid in process.first_line.split()]  # type: ignore[attr-defined]
-        try:
-            yield process.pid, dict(zip(titles, pids, strict=True))
-        finally:
-            process.stdin.close()
-            process.wait(LONG)
+        yield process.pid, dict(zip(titles, pids, strict=True))
 
 
 LAUNCH = "sglang.launch_server"
@@ -75,11 +58,9 @@ def program(folder: Path, module: str, source: str = SPAWNS, *arguments: str) ->
     path.write_text(source)
     environ = os.environ | {"PYTHONPATH": str(folder / "modules")}
     argv = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(
-        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, text=True
-    ) as process:
+    with spawned(argv, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ) as process:
         try:
-            yield process.pid, process.stdout.readline()
+            yield process.pid, process.first_line  # type: ignore[attr-defined]
         finally:
             process.stdin.close()
             process.wait(LONG)

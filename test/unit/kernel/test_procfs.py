@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -107,37 +106,31 @@ def test_without_permission_python_is_known_but_not_inspected() -> None:
     assert procfs.may_inspect(os.getpid())
 
 
-_CONTAINER = ["unshare", "-pf", "--mount-proc", "--kill-child"]
-_OWN_KEY = """
-import os
+#: Tells the key that it gives itself.
+OWN_KEY = """
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.procfs import server_key
 stat = procfs.read_stat(os.getpid())
+ready(procfs.server_key(stat.pid, stat.start_ticks))
+pause()
 """
 
 
 def test_a_process_has_the_same_key_from_inside_and_outside() -> None:
-    code = _OWN_KEY + "ready(server_key(stat.pid, stat.start_ticks)); pause()"
-    with child(code) as process:
+    with child(OWN_KEY) as process:
         stat = procfs.read_stat(process.pid)
         assert key_of(stat.pid, stat.start_ticks) == process.first_line  # type: ignore[attr-defined]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
 def test_process_1_of_each_container_has_its_own_key() -> None:
-    code = _OWN_KEY + "print(server_key(stat.pid, stat.start_ticks), flush=True); import sys; sys.stdin.read()"
     keys = []
     for _ in range(2):
-        with subprocess.Popen(
-            [*_CONTAINER, sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
-            key = process.stdout.readline().strip()
+        with child(OWN_KEY, wrapper=("unshare", "-pf", "--mount-proc", "--kill-child")) as process:
+            key: str = process.first_line  # type: ignore[attr-defined]
             (inside,) = procfs.TreeScanner(process.pid).scan() - {process.pid}
             stat = procfs.read_stat(inside)
             assert key.startswith(f"1-{stat.start_ticks}-")
             assert not key.endswith(f"-{own_namespace()}")
             assert key_of(inside, stat.start_ticks) == key
-            process.stdin.close()
-            process.wait(LONG)
             keys.append(key)
     assert keys[0] != keys[1]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 
 class Said(NamedTuple):
@@ -18,7 +19,5 @@ class Said(NamedTuple):
         return json.loads(self.out)
 
 
-class Cli(Protocol):
-    """Runs a command, which is to end with a status, any if None; see the fixture ``cli``."""
-
-    def __call__(self, *arguments: object, status: int | None = 0) -> Said: ...
+#: Runs a command, which is to end with a `status`, 0 by default, any if None; see the fixture ``cli``.
+Cli = Callable[..., Said]

@@ -188,29 +188,25 @@ def sleep_in_the_kernel(fifo: str) -> None:
 
 def start_cuda(seconds: str, fraction: str, then: str = "", steps: str = "10") -> None:
     """Have this process answer a trigger as the CUDA driver does, with a core that takes `seconds`."""
-    pipe = os.environ["CUDA_COREDUMP_PIPE"].replace("%p", str(os.getpid()))
-    core = os.environ["CUDA_COREDUMP_FILE"].replace("%p", str(os.getpid())).replace("%t", str(int(time.time())))
-    driver = threading.Thread(
-        target=cuda_driver.run,
-        args=(pipe, core, float(seconds)),
+    pipe = torch_recorder.open_pipe(cuda_driver.name_of(os.environ["CUDA_COREDUMP_PIPE"]), os.O_RDWR)
+    threading.Thread(
+        target=cuda_driver.answer,
+        args=(pipe, os.environ["CUDA_COREDUMP_FILE"], float(seconds)),
         kwargs={"fraction": float(fraction), "then": then, "steps": int(steps)},
         daemon=True,
-    )
-    driver.start()
-    while not Path(pipe).exists():
-        time.sleep(0.01)
+    ).start()
 
 
 def start_nccl(rank: str, content: str, seconds: str, how: str = "") -> None:
     """Have this process answer as PyTorch's flight recorder does, with what is in the file `content`."""
-    pipe = torch_recorder.open_pipe(os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"], int(rank))
+    pipe = torch_recorder.open_pipe(f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{rank}.pipe")
     dump = os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank
     threading.Thread(
         target=torch_recorder.answer, args=(pipe, dump, Path(content).read_bytes(), float(seconds), how), daemon=True
     ).start()
 
 
-def wait_for_a_command(commands: int, answers: int) -> None:
+def wait_for_a_command(commands: int) -> None:
     """Stand for a rank at work."""
     stop = threading.Event()
     with os.fdopen(commands, "r") as lines:
@@ -234,41 +230,41 @@ def wait_for_a_command(commands: int, answers: int) -> None:
             elif verb == "lose_thread":
                 threading.Thread(target=sample, args=(argument,), name="Thread-7 (transfer_worker)").start()
             elif verb == "watchdog":
-                os.write(answers, f"{time_out(argument)}\n".encode())
+                answer(time_out(argument))
                 if argument == "hard":
                     os.kill(os.getppid(), signal.SIGQUIT)
             elif verb == "lost":
                 notify("peer_lost", **json.loads(argument))
             elif verb == "snapshot":
-                os.write(answers, f"{pyspy_dump_schedulers() or 'the handler'}\n".encode())
+                answer(pyspy_dump_schedulers() or "the handler")
             elif verb == "exit_later":
                 time.sleep(0.5)
                 os._exit(int(argument))
             elif verb == "become_hooked_controller":
                 setproctitle.setproctitle("sglang::data_parallel_controller")
-                os.write(answers, f"{start_copy(argument, is_worker=True)}\n".encode())
+                answer(start_copy(argument, is_worker=True))
             elif verb == "cuda":
                 start_cuda(*argument.split())
-                os.write(answers, b"listening\n")
+                answer("listening")
             elif verb == "nccl":
                 start_nccl(*argument.split())
-                os.write(answers, b"listening\n")
+                answer("listening")
             elif verb == "beat":
                 stop.clear()
                 on_iteration(SCHEDULER, [])
                 threading.Thread(target=go_round, args=(stop,), daemon=True).start()
-                os.write(answers, b"beating\n")
+                answer("beating")
             elif verb == "hush":
                 stop.set()
-                os.write(answers, b"silent\n")
+                answer("silent")
             elif verb == "step":
                 number, *rids = argument.split()
                 take_steps(int(number), *rids)
-                os.write(answers, b"in a step\n")
+                answer("in a step")
             elif verb == "sleep":
                 sleep_in_the_kernel(argument)
             elif verb == "copy":
-                os.write(answers, f"{start_copy()}\n".encode())
+                answer(start_copy())
             elif verb == "hold_the_lock":
                 hold_the_lock()
             elif verb == "spin":
@@ -293,7 +289,7 @@ def start_child(title: str) -> None:
         configure_logger()
         logging.getLogger("sglang.srt").info("%s is ready", title)
         os.write(done, b".")
-        wait_for_a_command(theirs, 1)
+        wait_for_a_command(theirs)
         os._exit(0)
     os.close(theirs)
     os.close(done)

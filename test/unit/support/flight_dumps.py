@@ -65,17 +65,6 @@ def document(
         groups: the ranks of more groups, by name with an underscore before it.
     """
     configured = {"0": ("default_pg", ranks)} | {name[1:]: ("undefined", its) for name, its in groups.items()}
-    status = {
-        name: {
-            "last_enqueued_collective": max((one["collective_seq_id"] for one in its), default=-1),
-            "last_started_collective": -1,
-            "last_completed_collective": max(
-                (one["collective_seq_id"] for one in its if one["state"] == "completed"), default=-1
-            ),
-        }
-        for name in configured
-        for its in [[one for one in entries if one["process_group"][0] == name]]
-    }
     return {
         "version": "2.10",
         "pg_config": {
@@ -83,7 +72,6 @@ def document(
             for name, (description, its) in configured.items()
         },
         "comm_lib_version": "2.28.9",
-        "pg_status": status,
         "entries": list(entries),
     }
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lanelib.commands import clean_environment
-from lanelib.procs import Process, send, tree_of
+from lanelib.procs import send, tree_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 #: How often the dead are reaped meanwhile, in seconds.
@@ -130,15 +130,10 @@ def reap() -> None:
         return
 
 
-def below() -> list[Process]:
-    """Return the living processes below this one."""
-    return [process for process in tree_of(os.getpid()) if process.pid != os.getpid()]
-
-
 def kill_everything() -> int:
     """Kill the whole tree, whose members may be starting others; return 1 where something survives."""
     deadline = time.monotonic() + _KILL_TIMEOUT_S
-    while (left := below()) and time.monotonic() < deadline:
+    while (left := [one for one in tree_of(os.getpid()) if one.pid != os.getpid()]) and time.monotonic() < deadline:
         for process in left:
             send(process, signal.SIGKILL)
         time.sleep(0.02)

@@ -41,13 +41,13 @@ pause()
 )
 
 
+@dataclasses.dataclass(frozen=True)
 class Case:
     """A handler that watches a launching server whose second rank has no title yet."""
 
-    def __init__(self, handler: CrashHandler, titled: int, starting: int) -> None:
-        self.handler = handler
-        self.titled = titled
-        self.starting = starting
+    handler: CrashHandler
+    titled: int
+    starting: int
 
     def fail(self, titles: Any, event: str = "launch_failed", **fields: Any) -> dict[str, str]:
         """Let the server say that its launch failed, and return the titles in the incident by pid."""
@@ -84,20 +84,6 @@ class Case:
         return judge(run.incident, run.folder.path)
 
 
-def launch(handler: CrashHandler, *own: int) -> None:
-    """Have the handler know that it is a server program's, and of its own processes as soon as it sees them."""
-    handler.session.triage.shutdown.mode = Mode.SERVER
-    refresh = handler.tree.refresh
-
-    def refresh_and_register() -> list[TrackedProcess]:
-        new = refresh()
-        for pid in own:
-            handler.tree.register(pid, 0)
-        return new
-
-    handler.tree.refresh = refresh_and_register  # type: ignore[method-assign]
-
-
 @contextlib.contextmanager
 def handling(
     code: str, tmp_path: Path, short_folder: Path, *arguments: str, own: int | None = None, title: str | None = None
@@ -116,7 +102,17 @@ def handling(
     place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
     with child(code, *arguments, title=title) as process, Mailbox.bind(short_folder / "sock") as receiver:
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
-        launch(handler, *map(int, process.first_line.split()[:own]))
+        handler.session.triage.shutdown.mode = Mode.SERVER
+        refresh = handler.tree.refresh
+
+        def refresh_and_register() -> list[TrackedProcess]:
+            new = refresh()
+            for pid in process.first_line.split()[:own]:
+                handler.tree.register(int(pid), 0)
+            return new
+
+        # It knows of the server's own processes as soon as it sees them.
+        handler.tree.refresh = refresh_and_register  # type: ignore[method-assign]
         try:
             yield handler, process
         finally:

@@ -150,12 +150,8 @@ def inputs(pattern, flags, size):
             yield unit * (size // len(unit)) + "\0"
 
 
-class SlowError(Exception):
-    pass
-
-
 def give_up(*_):
-    raise SlowError
+    raise TimeoutError
 
 
 signal.signal(signal.SIGVTALRM, give_up)
@@ -178,7 +174,7 @@ for (pattern, flags), path in found.items():
             else:
                 for _ in expression.finditer(subject):
                     pass
-        except SlowError:
+        except TimeoutError:
             slow.append([str(path.relative_to(ROOT)), text, sorted(methods), given[:60]])
             break
         finally:

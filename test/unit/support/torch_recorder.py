@@ -11,15 +11,14 @@ from pathlib import Path
 _LOOK_SECS = 0.02
 
 
-def open_pipe(stem: str, rank: int) -> int:
-    """Make the pipe as PyTorch does, and return what it reads it by."""
-    path = Path(f"{stem}{rank}.pipe")
-    path.unlink(missing_ok=True)
+def open_pipe(name: str, flags: int = os.O_RDONLY | os.O_NONBLOCK) -> int:
+    """Make a pipe of this name as PyTorch and the CUDA driver do, and return what they read it by."""
+    Path(name).unlink(missing_ok=True)
     # It has its reader before it has its name: the process that sees the pipe may write to it.
-    unnamed = path.with_suffix(".unnamed")
+    unnamed = Path(f"{name}.unnamed")
     os.mkfifo(unnamed, 0o666)
-    descriptor = os.open(unnamed, os.O_RDONLY | os.O_NONBLOCK)
-    unnamed.rename(path)
+    descriptor = os.open(unnamed, flags)
+    unnamed.rename(name)
     return descriptor
 
 
@@ -58,7 +57,7 @@ def answer(pipe: int, dump: str, content: bytes, seconds: float, how: str = "") 
 def main() -> None:
     """Run as a program: stem of the pipe, stem of the dump, rank, file with the content, seconds, how."""
     pipe_stem, dump_stem, rank, content, seconds, how = sys.argv[1:]
-    pipe, data = open_pipe(pipe_stem, int(rank)), Path(content).read_bytes()
+    pipe, data = open_pipe(f"{pipe_stem}{rank}.pipe"), Path(content).read_bytes()
     # From now on the process that started it may write the content of the next one.
     os.write(1, b"ready\n")
     answer(pipe, f"{dump_stem}{rank}", data, float(seconds), how)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.private_files import FifoError, write_to_fifo
+from sglang_crashkit.kernel.private_files import FifoError, open_regular, write_to_fifo
 
 _ENABLED, _PIPE, _FILE = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_PIPE", "CUDA_COREDUMP_FILE"
 #: The driver's own names, by the manual and as seen with other drivers.
@@ -52,7 +52,8 @@ class CoreRequest:
     def __init__(self, pid: int, environ: Mapping[str, str] = os.environ) -> None:
         self.pid = pid
         known = dict(environ) | procfs.read_environ(pid)
-        self._environ = {name: known[name] for name in (_ENABLED, _PIPE, _FILE) if name in known}
+        self._is_enabled = known.get(_ENABLED) == "1"
+        self._pipe, self._file = known.get(_PIPE, _DEFAULT_PIPE), known.get(_FILE, _DEFAULT_FILE)
         self._before: set[Path] = set()
         self._sizes: dict[Path, tuple[int, float]] = {}  # size, and since when, by the monotonic clock
 
@@ -62,12 +63,11 @@ class CoreRequest:
         Raises:
             NoCoreError: there is no pipe, or the driver was not told to make one.
         """
-        if self._environ.get(_ENABLED) != "1":
+        if not self._is_enabled:
             raise NoCoreError(f"{_ENABLED}=1 was not set when it started")
-        template = self._environ.get(_PIPE, _DEFAULT_PIPE)
-        known = self._absolute(template)
+        known = self._absolute(self._pipe)
         # Pipes are told from other things before they are opened: to open a device may do something.
-        pattern = re.escape(Path(template).name).replace("%h", ".*").replace("%t", r"\d+")
+        pattern = re.escape(Path(self._pipe).name).replace("%h", ".*").replace("%t", r"\d+")
         wanted = re.compile(pattern.replace("%p", str(self.pid)))
         opened = [path for _link, path in procfs.open_files(self.pid)]
         named = [path for path in opened if wanted.fullmatch(path.name) or _KNOWN_PIPE.fullmatch(path.name)]
@@ -110,8 +110,7 @@ class CoreRequest:
     @property
     def is_watchable(self) -> bool:
         """Whether the core becomes a file; ``CUDA_COREDUMP_FILE`` may name a command or a pipe instead."""
-        template = self._environ.get(_FILE, _DEFAULT_FILE)
-        return not template.startswith("|") and not _is_fifo(Path(template))
+        return not self._file.startswith("|") and not _is_fifo(Path(self._file))
 
     def look(self, *, has_ended: bool = False) -> Path | None:
         """Return the core when it is whole, None while it is not; a process that `has_ended` writes no more.
@@ -148,7 +147,7 @@ class CoreRequest:
     @property
     def folder(self) -> Path:
         """Return where the core will lie; see `is_watchable`."""
-        return self._absolute(self._environ.get(_FILE, _DEFAULT_FILE)).parent
+        return self._absolute(self._file).parent
 
     def written_since(self, seconds: float) -> Path | None:
         """Return the last core that the driver wrote of the process by itself, as it does when the GPU fails.
@@ -169,7 +168,7 @@ class CoreRequest:
         return ", ".join(f"{path} has {self._size_of(path)} bytes so far" for path in parts) or "no file appeared"
 
     def _files(self) -> Iterator[Path]:
-        path = self._absolute(self._environ.get(_FILE, _DEFAULT_FILE))
+        path = self._absolute(self._file)
         # The time in the name is that of the core, which is not known.
         for name in glob.iglob(glob.escape(str(path)).replace("%t", "*")):  # noqa: PTH207 - an absolute pattern
             with contextlib.suppress(OSError):
@@ -203,22 +202,15 @@ class CoreRequest:
 def is_whole_core(path: Path) -> bool:
     """Say whether `path`, not a link, is a 64-bit ELF file with its table of sections, which the driver writes last."""
     try:
-        # Not blocking: the open of a pipe would wait for somebody to write to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, ValueError):
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            magic, table, row_size, count = _HEADER.unpack(os.pread(file.fileno(), _HEADER.size, 0))
+            if magic == _MAGIC and table and not count:
+                # More than the header can say: the first one says how many.
+                (count,) = _COUNT.unpack(os.pread(file.fileno(), _COUNT.size, table))
+            return bool(magic == _MAGIC and 0 < table < table + count * row_size <= size)
+    except (OSError, ValueError, OverflowError, struct.error):
         return False
-    try:
-        status = os.fstat(descriptor)
-        magic, table, row_size, count = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
-        if magic == _MAGIC and table and not count:
-            # More than the header can say: the first one says how many.
-            (count,) = _COUNT.unpack(os.pread(descriptor, _COUNT.size, table))
-        is_elf = stat.S_ISREG(status.st_mode) and magic == _MAGIC
-        return is_elf and 0 < table < table + count * row_size <= status.st_size
-    except (OSError, OverflowError, struct.error):
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def _is_fifo(path: Path) -> bool:

@@ -10,29 +10,31 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from unit.capture.cuda_core.synthetic_core import core_bytes
+from unit.support.torch_recorder import open_pipe
 
 
-def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: str = "", steps: int = 10) -> None:
+def name_of(template: str) -> str:
+    """Return a name with the pid of this process in the place of ``%p``, and the time in that of ``%t``."""
+    return template.replace("%p", str(os.getpid())).replace("%t", str(int(time.time())))
+
+
+def answer(pipe: int, core: str, seconds: float, *, fraction: float = 1.0, then: str = "", steps: int = 10) -> None:
     """Answer one trigger.
 
     Args:
-        pipe: the named pipe to make.
-        core: the file to write.
+        pipe: what it reads its pipe by, which it could write to as well.
+        core: the file to write; see `name_of`.
         seconds: how long the writing takes.
         fraction: how much of the core is written.
         then: ``hang`` keeps the file open, ``die`` ends the process, when that much is written.
         steps: in how many pieces it is written.
     """
-    # It has its reader before it has its name: the process that sees the pipe may write to it.
-    unnamed = Path(f"{pipe}.unnamed")
-    os.mkfifo(unnamed, 0o600)
-    with os.fdopen(os.open(unnamed, os.O_RDWR), "rb", buffering=0) as trigger:
-        unnamed.rename(pipe)
-        trigger.read(1)
+    os.read(pipe, 1)
+    os.close(pipe)
     data = core_bytes()
     data = data[: int(len(data) * fraction)]
     step = len(data) // steps + 1
-    with Path(core).open("wb", buffering=0) as file:
+    with Path(name_of(core)).open("wb", buffering=0) as file:
         for start in range(0, len(data), step):
             file.write(data[start : start + step])
             time.sleep(seconds / steps)
@@ -44,12 +46,9 @@ def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: st
 
 def main() -> None:
     """Run as a program: pipe and core; and live on."""
-    pipe, core = sys.argv[1:]
-    names = {"%p": str(os.getpid()), "%t": str(int(time.time()))}
-    for mark, value in names.items():
-        pipe, core = pipe.replace(mark, value), core.replace(mark, value)
+    pipe = open_pipe(name_of(sys.argv[1]), os.O_RDWR)
     os.write(1, b"ready\n")
-    run(pipe, core, 0.5)
+    answer(pipe, sys.argv[2], 0.5)
     time.sleep(3600)
 
 

@@ -18,8 +18,6 @@ from unit.support.targets import is_gone, make_tool
 from unit.support.waiting import LONG, wait_until
 
 Output = pytest.CaptureFixture[str]
-CUDA_GDB = Path(__file__).parents[4] / ".lanes" / "cuda-gdb" / "cuda-gdb"
-needs_cuda_gdb = pytest.mark.skipif(not CUDA_GDB.is_file(), reason="no cuda-gdb; scripts/cuda_gdb installs it")
 TABLE = """\
 Opening GPU coredump: core
 [Current focus set to CUDA kernel 0, grid 7, cluster (0,0,0), block (1,0,0), thread (0,0,0), device 0, sm 0, warp 3]
@@ -51,11 +49,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return make
 
 
-@pytest.fixture
-def cuda_gdb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(CUDA_GDB.parent), prepend=os.pathsep)
-
-
 #: What the driver 580.159.04 wrote of a kernel with debug information that stored where nothing is; only the path of
 #: its source is another.
 H200_CORE = gzip.decompress((Path(__file__).parent / "h200_illegal_address.core.gz").read_bytes())
@@ -68,7 +61,6 @@ IN_LINES = [
 ]
 
 
-@needs_cuda_gdb
 @pytest.mark.usefixtures("cuda_gdb")
 def test_a_core_is_told_in_lines(tmp_path: Path, capsys: Output) -> None:
     # What is in a file's name is no command of the debugger.
@@ -79,7 +71,6 @@ def test_a_core_is_told_in_lines(tmp_path: Path, capsys: Output) -> None:
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
-@needs_cuda_gdb
 @pytest.mark.usefixtures("cuda_gdb")
 def test_programs_get_json(core: Path, capsys: Output) -> None:
     assert main(["core", str(core), "--json"]) == 0
@@ -88,7 +79,6 @@ def test_programs_get_json(core: Path, capsys: Output) -> None:
     assert (told["focus"]["exception"], told["focus"]["places"]["warp"]) == ("Warp Illegal Address", "0")
 
 
-@needs_cuda_gdb
 @pytest.mark.usefixtures("cuda_gdb")
 @pytest.mark.parametrize(
     ("data", "why"),
