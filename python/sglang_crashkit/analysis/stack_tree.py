@@ -82,10 +82,13 @@ def format_tree(tree: PrefixTree) -> Iterator[str]:
     lines = 0
     while waiting:
         node, depth = waiting.pop()
-        chain = _chain(node)
+        # The calls from it on in which nothing branches and no stack ends.
+        chain = [node]
+        while len(chain[-1].children) == 1 and not len(chain[-1].ranks):
+            chain.append(next(iter(chain[-1].children.values())))
         indent = "  " * min(depth, _MAX_INDENTED)
         words = node.through.format(hide)
-        told = [_name(node) for node in chain]
+        told = [f"{one.function} ({one.place})" if one.place else one.function for one in chain]
         lines_of_chain = [" > ".join(told)]
         if left_out := max(0, len(told) - 2 * _MAX_OF_A_CHAIN):
             outer, inner = told[:_MAX_OF_A_CHAIN], told[-_MAX_OF_A_CHAIN:]
@@ -106,15 +109,3 @@ def format_tree(tree: PrefixTree) -> Iterator[str]:
 
 def _by_rarity(node: Node) -> list[Node]:
     return sorted(node.in_order(), key=lambda child: len(child.through))
-
-
-def _chain(node: Node) -> list[Node]:
-    """Return the calls from `node` on in which nothing branches and no stack ends."""
-    chain = [node]
-    while len(chain[-1].children) == 1 and not len(chain[-1].ranks):
-        chain.append(next(iter(chain[-1].children.values())))
-    return chain
-
-
-def _name(node: Node) -> str:
-    return f"{node.function} ({node.place})" if node.place else node.function
