@@ -270,6 +270,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     ("no_progress", SUP): {"waits for a lock": alone(hung(TP0, doing={TP0: LOCK + BATCH}))},
     ("starved_process", SUP): {"starved": looks(("01.0", 5.0), ("05.0", 5.1))},
     ("stuck_in_kernel", EST): {"in the kernel": looks(("01.0", 5.0), ("05.0", 5.0), state="D")},
+    ("stuck_in_kernel", SUP): {"in the kernel at one look": looks(("05.0", 5.0), state="D")},
     ("rank_stuck", SUP): {
         "spins in a batch": hung(TP1, doing={TP0: ALL_REDUCE + BATCH, TP1: HANDLER + BATCH}),
         "spins within a collective": hung(TP1, doing={TP0: ALL_REDUCE + BATCH, TP1: HANDLER + ALL_REDUCE + BATCH}),
