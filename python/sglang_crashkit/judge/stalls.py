@@ -357,11 +357,6 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
         is_requests = any(one.last.is_for_requests and one.last.operation != "barrier" for one in group)
         kind = "rank_divergence" if is_batch and is_requests else None
         return _branched(scene, "different_calls", named, group, kind=kind)
-    return _symmetric(scene, layout, group)
-
-
-def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member]) -> Finding | None:
-    """Return what is said of a group all of which wait in the same call."""
     nodes = layout.unseen_nodes
     missing = topology.unseen_ranks(layout, (one.process.ranks for one in group))
     is_part = 0 < len(missing) < len(group) and not nodes
