@@ -130,27 +130,24 @@ LAUNCHED = step(8, "b", "c", ended=False)
 
 
 @pytest.mark.parametrize(
-    ("message", "signal", "phase", "expected"),
+    ("message", "signal", "expected"),
     [
-        # While the step was launched, or its results were processed.
-        ("RuntimeError: k not in range", None, "forward_begun", [("a", "supported", ALONE_AT)]),
-        ("RuntimeError: k not in range", None, "forward_done", [("a", "supported", ALONE_AT)]),
-        ("torch.OutOfMemoryError: CUDA out of memory.", None, "forward_begun", [("a", "supported", ALONE_AT)]),
-        ("", "SIGSEGV", "forward_begun", [("a", "supported", ALONE_AT)]),
+        ("RuntimeError: k not in range", None, [("a", "supported", ALONE_AT)]),
+        ("torch.OutOfMemoryError: CUDA out of memory.", None, [("a", "supported", ALONE_AT)]),
+        ("", "SIGSEGV", [("a", "supported", ALONE_AT)]),
         # A kernel of the step before may have failed; a watchdog's thread, or a GPU that hangs.
-        ("RuntimeError: CUDA error: an illegal memory access", None, "forward_begun", None),
-        ("torch.AcceleratorError: device-side assert", None, "forward_begun", None),
-        ("", "SIGABRT", "forward_begun", None),
-        ("", None, "forward_begun", None),
+        ("RuntimeError: CUDA error: an illegal memory access", None, None),
+        ("torch.AcceleratorError: device-side assert", None, None),
+        ("", "SIGABRT", None),
+        ("", None, None),
     ],
 )
 def test_of_two_unfinished_steps_the_one_at_hand_counts(
-    message: str, signal: str | None, phase: str, expected: list[tuple[str, str, str]] | None
+    message: str, signal: str | None, expected: list[tuple[str, str, str]] | None
 ) -> None:
     made = incident("a", last=[LAUNCHED], message=message)
     (rank,) = made.processes
     rank.exit = Exit(None, signal, "signal", "", "") if signal else None
-    made.processes[0].steps.in_step.phase = phase
     found = [(one.rid, one.level, one.reasons[0]) for one in suspects_of(made)[0]]
     assert found == (expected or [(rid, "unknown", IN_SEVERAL) for rid in "abc"])
 
@@ -230,11 +227,6 @@ def between(
         (between(received=("a", "b")), ["b", "a"], [("a", "unknown", RECEIVED), ("b", "unknown", RECEIVED)]),
         # It was aborted, and is in its step still.
         (between("a", received=("b",)), ["b"], [("b", "unknown", RECEIVED), ("a", "unknown", IN_SEVERAL)]),
-        (
-            between("a", received=("b",), unfinished=2),
-            ["b"],
-            [("b", "unknown", RECEIVED), ("a", "unknown", IN_SEVERAL)],
-        ),
         # One whose grammar is not there yet was received rounds ago.
         (between(), ["a"], [("a", "supported", ONLY)]),
         (between("a", unfinished=2), ["b"], [("b", "unknown", WAITED), ("a", "unknown", IN_STEP)]),
