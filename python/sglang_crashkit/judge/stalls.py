@@ -250,7 +250,8 @@ def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Fin
     if is_going and not scene.signs.is_hang:
         return []
     layout = topology.topology_of(scene.case, side, (one.process.ranks for one in members))
-    groups = topology.groups_of(layout, members, lambda one: one.process.ranks)
+    by_group = _by(members, lambda one: layout.group_of(one.process.ranks))
+    groups = [by_group[key] for key in sorted(by_group)]
     if not scene.signs.is_hang:
         groups = [group for group in groups if not any(one.came_through for one in group)]
     if layout.pp > 1 and groups and any(one.last.kind == "p2p" for one in members):
