@@ -19,9 +19,6 @@ from sglang_crashkit.model.flight_dump import Entry, FlightDump, Sizes
 from sglang_crashkit.model.incident import LEVELS, CollectiveFinding
 from sglang_crashkit.model.verdict import Level
 
-#: ``mismatch``: ranks did different things in the same place; ``behind``: some have not begun what others wait in.
-FindingKind = Literal["mismatch", "behind"]
-
 #: Which of PyTorch's flight recorders: each has its own of the process groups, numbered by itself.
 Recorder = Literal["nccl", "gloo"]
 
@@ -87,9 +84,9 @@ class _Group:
         return name_some([self.records[rank].name for rank in ranks])
 
     def finding(
-        self, kind: FindingKind, ranks: Sequence[int], statement: str, level: Level, waiting: Sequence[int] = ()
+        self, kind: str, ranks: Sequence[int], statement: str, level: Level, waiting: Sequence[int] = ()
     ) -> CollectiveFinding:
-        """Return what is seen of it, where these ranks are to be looked at."""
+        """Return that ranks did different things in one place (``mismatch``), or that these are ``behind`` others."""
         named, waits = ([self.records[rank].name for rank in some] for some in (ranks, waiting))
         return CollectiveFinding(self.words, kind, list(ranks), named, statement, level, waits)
 

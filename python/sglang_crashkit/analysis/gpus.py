@@ -87,8 +87,14 @@ def account(
 def _device(
     gpu: Mapping[str, Any], holders: Sequence[Holder], start: Mapping[str, Any] | None, *, sees_all_pids: bool
 ) -> GpuDevice:
-    now = _flat(gpu.get("counters", {}))
-    before = None if start is None or "counters" not in gpu else _flat(start)
+    now, new_errors = _flat(gpu.get("counters", {})), None
+    if start is not None and "counters" in gpu:
+        before = _flat(start)
+        grown = {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
+        # Of a link that was up and is not any more, ``down``.
+        down = {name for name, count in before.items() if name.endswith(" up") and count and not now.get(name, count)}
+        new_errors = {name: more for name, more in grown.items() if not name.endswith(" up")}
+        new_errors |= {f"{name[:-2]}down": 1 for name in sorted(down)}
     used = {one["pid"]: one["used"] for one in gpu.get("processes", ())}
     ours = [
         GpuUser(holder.pid, holder.title, used.get(holder.pid), level)
@@ -105,7 +111,7 @@ def _device(
         others=[{"pid": pid, "used": size} for pid, size in used.items() if pid not in known],
         throttle=[reason for reason in gpu.get("throttle", ()) if reason not in _HARMLESS],
         errors={name: count for name, count in now.items() if count and any(word in name for word in _ALWAYS)},
-        new_errors=None if before is None else _grown(before, now),
+        new_errors=new_errors,
     )
 
 
@@ -123,15 +129,6 @@ def _flat(counters: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
     for name, value in counters.items():
         flat |= _flat(value, f"{prefix}{name} ") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
-
-
-def _grown(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """Return by how much each counter grew; of a link that was up and is not any more, ``down``."""
-    grown = {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
-    down = {name for name, count in before.items() if name.endswith(" up") and count and not now.get(name, count)}
-    return {name: more for name, more in grown.items() if not name.endswith(" up")} | {
-        f"{name[:-2]}down": 1 for name in sorted(down)
-    }
 
 
 def _parts(gpu: Mapping[str, Any], device: GpuDevice, *, sees_all_pids: bool) -> Iterator[str]:

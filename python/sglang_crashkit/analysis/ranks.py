@@ -62,29 +62,22 @@ def rank_at(numbers: Mapping[str, int], places: Mapping[str, int | str] = Mappin
 
 def groups_of(members: Iterable[tuple[Rank, _Member]]) -> list[list[_Member]]:
     """Return the members group by group, those of each replica as one."""
-    found: dict[Scope, dict[Rank, list[_Member]]] = {}
+    found: dict[Scope, dict[int, dict[int, list[_Member]]]] = {}
     for rank, member in members:
         # What the ranks of one server, side and stage have in common, of whichever replica.
         places = {name: place for name, place in rank.scope if name != "dp"}
         group = scope_of(places | ({rank.axis: rank.number} if rank.axis == "pp" else {}))
-        found.setdefault(group, {}).setdefault(rank, []).append(member)
-    return [[member for some in lists for member in some] for ranks in found.values() for lists in _replicas_of(ranks)]
-
-
-def _replicas_of(members: Mapping[Rank, _Member]) -> list[list[_Member]]:
-    """Return the members of one group by replica; together where they are of one."""
-    by_dp: dict[int, dict[int, list[_Member]]] = {}
-    for rank, member in members.items():
         dp = rank.number if rank.axis == "dp" else int(dict(rank.scope).get("dp", 0))
-        by_dp.setdefault(dp, {}).setdefault(rank.number if rank.axis == "tp" else 0, []).append(member)
-    replicas = [
-        [member for _number, some in sorted(tp.items()) for member in some] for _dp, tp in sorted(by_dp.items())
-    ]
-    # Where the ranks of all replicas are numbered as one, data parallelism is of the attention alone.
-    size = len(by_dp[min(by_dp)])
-    if all(sorted(tp) == list(range(dp * size, (dp + 1) * size)) for dp, tp in by_dp.items()):
-        return [[member for some in replicas for member in some]]
-    return replicas
+        tp = rank.number if rank.axis == "tp" else 0
+        found.setdefault(group, {}).setdefault(dp, {}).setdefault(tp, []).append(member)
+    groups = []
+    for by_dp in found.values():
+        replicas = [[one for _tp, its in sorted(tps.items()) for one in its] for _dp, tps in sorted(by_dp.items())]
+        # Where the ranks of all replicas are numbered as one, data parallelism is of the attention alone.
+        size = len(by_dp[min(by_dp)])
+        is_one = all(sorted(tps) == list(range(dp * size, (dp + 1) * size)) for dp, tps in by_dp.items())
+        groups += [[one for some in replicas for one in some]] if is_one else replicas
+    return groups
 
 
 class RankSet(set[Rank]):
@@ -143,17 +136,12 @@ def _join_scopes(lines: dict[_Line, int]) -> dict[_Line, int]:
             key = (places[:at], places[at + 1 :], axis, text)
             joined.setdefault(key, []).extend(place for other, place in places if other == name)
             counts[key] = counts.get(key, 0) + count
-        lines = {
-            (key[0] + (((name, _places_text(found)),) if found else ()) + key[1], *key[2:]): counts[key]
-            for key, found in joined.items()
-        }
+        lines = {}
+        for key, found in joined.items():
+            text = ranges(map(int, found)) if all(map(str.isdigit, found)) else ",".join(sorted(found))
+            line = (key[0] + (((name, text),) if found else ()) + key[1], *key[2:])
+            lines[line] = counts[key]
     return lines
-
-
-def _places_text(places: list[str]) -> str:
-    if not all(place.isdigit() for place in places):
-        return ",".join(sorted(places))
-    return ranges(map(int, places))
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

@@ -24,10 +24,10 @@ _MAX_LINES = 400
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A function that called the functions of its children."""
+    """A function that called the functions of its children; the node above the outermost frames stands for none."""
 
-    function: str
-    file: str  # its path, as `sample.Frame` has it
+    function: str = ""
+    file: str = ""  # its path, as `sample.Frame` has it
     lines: set[int] = field(default_factory=set)  # where it was
     ranks: RankSet = field(default_factory=RankSet)  # those of which a stack ends here
     through: RankSet = field(default_factory=RankSet)  # those that have a stack through it
@@ -44,17 +44,9 @@ class Node:
         """Return the children in an order that depends on nothing but them."""
         return [child for _key, child in sorted(self.children.items())]
 
-
-class PrefixTree:
-    """The merged stacks; see the module."""
-
-    def __init__(self) -> None:
-        #: The node above the outermost frames, which stands for no function.
-        self.root = Node("", "")
-
     def add(self, rank: Rank, frames: tuple[Frame, ...]) -> None:
-        """Add a stack of a rank, innermost frame first."""
-        node = self.root
+        """Add a stack of a rank below this node, innermost frame first."""
+        node = self
         node.through.add(rank)
         for frame in reversed(frames):
             key = (frame.function, frame.file)
@@ -63,29 +55,32 @@ class PrefixTree:
             node.through.add(rank)
         node.ranks.add(rank)
 
-    def sets(self) -> dict[int, RankSet]:
-        """Return the ranks that have a stack through each node, by the node's `id`."""
-        nodes = [self.root]
+    def all(self) -> list[Node]:
+        """Return this node and all below it, a caller before those that it called."""
+        nodes = [self]
         for node in nodes:
             nodes += node.children.values()
-        return {id(node): node.through for node in nodes}
+        return nodes
 
 
-def format_tree(tree: PrefixTree) -> Iterator[str]:
+def format_tree(tree: Node) -> Iterator[str]:
     """Yield the tree line by line.
 
     A chain of calls in which nothing branches is one entry. Where it branches, the branch of the fewest ranks comes
     first, so that who is elsewhere is seen at once.
     """
-    hide = list(tree.root.through.places())
-    waiting = [(child, 0) for child in reversed(_by_rarity(tree.root))]
+    hide = list(tree.through.places())
+    waiting = [(child, 0) for child in reversed(_by_rarity(tree))]
     lines = 0
     while waiting:
         node, depth = waiting.pop()
-        chain = _chain(node)
+        # The calls from it on in which nothing branches and no stack ends.
+        chain = [node]
+        while len(chain[-1].children) == 1 and not len(chain[-1].ranks):
+            chain.append(next(iter(chain[-1].children.values())))
         indent = "  " * min(depth, _MAX_INDENTED)
         words = node.through.format(hide)
-        told = [_name(node) for node in chain]
+        told = [f"{one.function} ({one.place})" if one.place else one.function for one in chain]
         lines_of_chain = [" > ".join(told)]
         if left_out := max(0, len(told) - 2 * _MAX_OF_A_CHAIN):
             outer, inner = told[:_MAX_OF_A_CHAIN], told[-_MAX_OF_A_CHAIN:]
@@ -106,15 +101,3 @@ def format_tree(tree: PrefixTree) -> Iterator[str]:
 
 def _by_rarity(node: Node) -> list[Node]:
     return sorted(node.in_order(), key=lambda child: len(child.through))
-
-
-def _chain(node: Node) -> list[Node]:
-    """Return the calls from `node` on in which nothing branches and no stack ends."""
-    chain = [node]
-    while len(chain[-1].children) == 1 and not len(chain[-1].ranks):
-        chain.append(next(iter(chain[-1].children.values())))
-    return chain
-
-
-def _name(node: Node) -> str:
-    return f"{node.function} ({node.place})" if node.place else node.function

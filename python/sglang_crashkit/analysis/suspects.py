@@ -23,7 +23,6 @@ from sglang_crashkit.model.verdict import Level
 MAX_SUSPECTS = 16
 #: By these others end a server, and no request does; but for the kernel's OOM killer.
 _SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
-_SCHEDULER = "scheduler"
 #: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step, or asks for
 #: what others do not, does not.
 _NAMED, _SEEN, _ABOUT, _ALONE, _UNUSUAL, _RECEIVED, _FIRST = 64, 32, 24, 16, 4, 2, 1
@@ -137,9 +136,8 @@ def suspects_of(
             reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
         if (place := chosen.places.get(rid)) and not (is_nobodys and place[0] == _ALONE):
             reasons.append(place)
-        names, where = own.get(rid, []), _about(own.get(rid, []), frames)
-        if where or (names and len(own) > 2):
-            reasons.append((_ABOUT if where else _UNUSUAL, _unusual_request(names, where)))
+        if (names := own.get(rid)) and ((asking := _asks_alone(names, frames))[0] == _ABOUT or len(own) > 2):
+            reasons.append(asking)
         if are_all and finished and rid not in before and rid not in waiting:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
         reasons.sort(key=lambda one: -one[0])
@@ -168,24 +166,18 @@ def _only_asked(asked: Mapping[str, Asked]) -> dict[str, list[str]]:
     return {rid: sorted(lone & one.parameters) for rid, one in asked.items()} if len(asked) > 1 else {}
 
 
-def _about(names: Sequence[str], frames: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first of parameters that a frame is about, and the frame's function; None where none is."""
-    for name in names:
+def _asks_alone(names: Sequence[str], frames: Sequence[str]) -> tuple[int, str]:
+    """Return what it weighs that a request alone asks for some parameters, by whether a frame is about one, and why."""
+    for name in (name.rpartition(".")[2] for name in names):
         for parameter, place in _PLACES:
-            if parameter.fullmatch(name.rpartition(".")[2]):
+            if parameter.fullmatch(name):
                 near = (frame for frame in frames[:_MAX_FRAMES] if not _PASSED.match(frame))
-                found = next(filter(place.match, near), None)
-                if found is not None:
-                    return name, found.partition(" ")[0]
-    return None
-
-
-def _unusual_request(names: Sequence[str], place: tuple[str, str] | None) -> str:
-    if place is not None:
-        return f"it alone asks for {place[0].rpartition('.')[2]}, which the rank was at ({place[1]})"
+                if (found := next(filter(place.match, near), None)) is not None:
+                    at = found.partition(" ")[0]
+                    return _ABOUT, f"it alone asks for {name}, which the rank was at ({at})"
     # A request of OpenAI's API has a value for each parameter.
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"no other one of the step asks for {', '.join(names[:_MAX_NAMES])}{more}"
+    return _UNUSUAL, f"no other one of the step asks for {', '.join(names[:_MAX_NAMES])}{more}"
 
 
 def is_of_no_request(incident: Incident) -> bool:
@@ -218,11 +210,12 @@ def is_by_others(incident: Incident) -> bool:
 
 def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str]) -> _Choice:
     """Return the requests that the first failure may be of, by where they were; see `suspects_of`."""
-    last, current = _steps_of(first).last, _steps_of(first).in_step
+    known = _steps_of(first)
+    last, current = known.last, known.in_step
     has_results = current is not None and current.phase == "forward_done"
     # Between two batches it is not noted yet who is in the next one, and it may be that one.
     is_between = bool(last) and last[-1].phase == "received" and not has_results
-    steps, alone = _unfinished(first), ""
+    steps, alone = _unfinished(known), ""
     is_beside = _may_be_beside(incident, first)
     if current is not None and not is_between:
         is_sure = not is_beside or _under_way(incident) == 1
@@ -238,7 +231,7 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
     waited = [rid for rid in unanswered if rid not in listed] if is_between or is_beside or not rids else []
     # Those of the step are as likely.
     weight = _RECEIVED if is_between or not rids else 0
-    places |= dict.fromkeys(waited, (weight, _WAITED if first.role == _SCHEDULER else UNANSWERED))
+    places |= dict.fromkeys(waited, (weight, _WAITED if first.is_rank else UNANSWERED))
     places |= dict.fromkeys(received, (_RECEIVED, _RECEIVED_LAST))
     size, in_no_step = _size(steps) + len(waited), {*received, *waited}
     is_one = len(in_no_step) == 1 and in_no_step <= set(unanswered)
@@ -246,8 +239,11 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
         places |= dict.fromkeys(in_no_step, (_ALONE, only))
     # An idle rank that is ended, or hangs, does so whatever was answered before.
     is_idle = is_by_others(incident) or (incident.verdict is not None and incident.verdict.kind == "hang")
-    if size == 0 and not is_idle and (answered := _last_finished(first)).size:
-        return _Choice(answered.rids, answered.size, dict.fromkeys(answered.rids, (0, IN_LAST)))
+    if size == 0 and not is_idle:
+        # The last one with requests, all of which are finished.
+        told = (_step(known, one) for one in reversed(last) if one.ended is not None)
+        if (answered := next((one for one in told if one.size), None)) is not None:
+            return _Choice(answered.rids, answered.size, dict.fromkeys(answered.rids, (0, IN_LAST)))
     return _Choice(rids + waited, size, places)
 
 
@@ -296,7 +292,7 @@ def _under_way(incident: Incident) -> int | None:
 def _only_words(incident: Incident, process: ProcessReport, size: int) -> str:
     """Return what is said of the only request that was in no step yet, of `size` to choose from; empty for nothing."""
     under_way = _under_way(incident)
-    if process.role != _SCHEDULER or under_way is None:
+    if not process.is_rank or under_way is None:
         return ""
     if under_way == size == 1:
         return ONLY
@@ -306,21 +302,13 @@ def _only_words(incident: Incident, process: ProcessReport, size: int) -> str:
     return _ONLY_NEW if takes_in else ""
 
 
-def _unfinished(process: ProcessReport) -> list[_Step]:
+def _unfinished(steps: LastSteps) -> list[_Step]:
     """Return the steps that a scheduler had not finished and that hold requests, the one that it was at first."""
-    steps = _steps_of(process)
     current = steps.in_step
     found = [_step(steps, current)] if current is not None else []
     others = (step for step in reversed(steps.last) if current is None or step.number != current.number)
     found += [_step(steps, step) for step in others if step.ended is None]
     return [step for step in found if step.size]
-
-
-def _last_finished(process: ProcessReport) -> _Step:
-    """Return the last step with requests, all of which are finished; an empty one if there is no such step."""
-    steps = _steps_of(process)
-    told = (_step(steps, step) for step in reversed(steps.last) if step.ended is not None)
-    return next((step for step in told if step.size), _Step([], 0))
 
 
 def _step(steps: LastSteps, step: Step | InStep) -> _Step:

@@ -250,7 +250,8 @@ def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Fin
     if is_going and not scene.signs.is_hang:
         return []
     layout = topology.topology_of(scene.case, side, (one.process.ranks for one in members))
-    groups = topology.groups_of(layout, members, lambda one: one.process.ranks)
+    by_group = _by(members, lambda one: layout.group_of(one.process.ranks))
+    groups = [by_group[key] for key in sorted(by_group)]
     if not scene.signs.is_hang:
         groups = [group for group in groups if not any(one.came_through for one in group)]
     if layout.pp > 1 and groups and any(one.last.kind == "p2p" for one in members):
@@ -357,11 +358,6 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
         is_requests = any(one.last.is_for_requests and one.last.operation != "barrier" for one in group)
         kind = "rank_divergence" if is_batch and is_requests else None
         return _branched(scene, "different_calls", named, group, kind=kind)
-    return _symmetric(scene, layout, group)
-
-
-def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member]) -> Finding | None:
-    """Return what is said of a group all of which wait in the same call."""
     nodes = layout.unseen_nodes
     missing = topology.unseen_ranks(layout, (one.process.ranks for one in group))
     is_part = 0 < len(missing) < len(group) and not nodes

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from sglang_crashkit.analysis.ranks import name_some, ranges
 from sglang_crashkit.model.case import Case, Process
 
-_T = TypeVar("_T")
 _MAX_NAMED = 4
 _MAX_SIZE = 1 << 20
 #: Of a larger server most ranks may be without a stack.
@@ -43,6 +42,10 @@ class Topology(msgspec.Struct, kw_only=True):
         stages, size = max(self.pp // self.nodes, 1), max(self.tp // per_stage, 1)  # of a node
         there = {one.get("pp", 0) // stages * per_stage + one.get("tp", 0) // size for one in self.seen}
         return [node for node in range(self.nodes) if node not in there] if self.nodes > 1 else []
+
+    def group_of(self, ranks: Mapping[str, int]) -> tuple[int, int]:
+        """Return what those have in common that work together: the replica and the pipeline stage."""
+        return 0 if self.is_dp_attention else ranks.get("dp", 0), ranks.get("pp", 0)
 
 
 def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]] | None = None) -> Topology:
@@ -89,16 +92,6 @@ def _size(values: Mapping[str, Any], *names: str) -> int:
 def _side(values: Mapping[str, Any], said: str) -> str:
     mode = str(values.get("disaggregation_mode") or "")
     return said or (mode if mode in ("prefill", "decode") else "")
-
-
-def groups_of(topology: Topology, members: Iterable[_T], ranks: Callable[[_T], Mapping[str, int]]) -> list[list[_T]]:
-    """Return the members that work together: those of one pipeline stage, and of one replica."""
-    found: dict[tuple[int, int], list[_T]] = {}
-    for member in members:
-        own = ranks(member)
-        replica = 0 if topology.is_dp_attention else own.get("dp", 0)
-        found.setdefault((replica, own.get("pp", 0)), []).append(member)
-    return [found[key] for key in sorted(found)]
 
 
 def unseen_ranks(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[str]:

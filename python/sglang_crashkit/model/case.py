@@ -65,7 +65,6 @@ class Process(msgspec.Struct, kw_only=True):
     lines: list[Line] = []
     stages: list[Stage] = []
     progress: list[Progress] = []
-    last_at: float = 0.0  # of its last fact
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -161,8 +160,32 @@ def case_of(events: Iterable[Event]) -> Case:
     for event in told:
         if case.logs and event.file not in case.logs and _is_given_up(event):
             case.gave_up.append(event)
-        else:
-            _add(case, event)
+            continue
+        case.events.append(event)
+        if event.at:
+            case.first_at = min(case.first_at or event.at, event.at)
+        case.last_at = max(case.last_at, event.at, getattr(event, "last_at", 0.0))
+        key = "/".join(filter(None, (event.side, event.node, event.who)))
+        if (process := case.processes.get(key)) is None:
+            ranks, role = ranks_in(event.who), role_in(event.who)
+            process = Process(who=event.who, node=event.node, side=event.side, role=role, ranks=ranks)
+            case.processes[key] = process
+        if (name := _OF_PROCESS.get(type(event))) is not None:
+            getattr(process, name).append(event)
+        elif (name := _OF_CASE.get(type(event))) is not None:
+            getattr(case, name).append(event)
+        match event:
+            case Arguments():
+                case.arguments = case.arguments or event.values
+                case.release = case.release or event.release
+            case Stack():
+                process.pid = process.pid or event.sample.pid
+            case Stage(name="ready"):
+                case.ready_at = event.at if case.ready_at is None else min(case.ready_at, event.at)
+            case Progress(kind="prefill" | "decode" | "answer") if case.ready_at is None:
+                case.ready_at = event.at
+            case Watched():
+                case.watched = case.watched or event
     return case
 
 
@@ -173,33 +196,3 @@ def _is_given_up(event: Event) -> bool:
         is_interrupt = any(error.type == "KeyboardInterrupt" for error in event.chain)
         return is_interrupt and not event.who and not any("srt/" in frame.file for frame in frames)
     return isinstance(event, Stop) and event.by == "signal" and bool(_CTRL_C.search(event.text))
-
-
-def _add(case: Case, event: Event) -> None:
-    case.events.append(event)
-    last = max(event.at, getattr(event, "last_at", 0.0))
-    if event.at:
-        case.first_at = min(case.first_at or event.at, event.at)
-    case.last_at = max(case.last_at, last)
-    key = "/".join(filter(None, (event.side, event.node, event.who)))
-    if (process := case.processes.get(key)) is None:
-        ranks, role = ranks_in(event.who), role_in(event.who)
-        process = Process(who=event.who, node=event.node, side=event.side, role=role, ranks=ranks)
-        case.processes[key] = process
-    process.last_at = max(process.last_at, last)
-    if (name := _OF_PROCESS.get(type(event))) is not None:
-        getattr(process, name).append(event)
-    elif (name := _OF_CASE.get(type(event))) is not None:
-        getattr(case, name).append(event)
-    match event:
-        case Arguments():
-            case.arguments = case.arguments or event.values
-            case.release = case.release or event.release
-        case Stack():
-            process.pid = process.pid or event.sample.pid
-        case Stage(name="ready"):
-            case.ready_at = event.at if case.ready_at is None else min(case.ready_at, event.at)
-        case Progress(kind="prefill" | "decode" | "answer") if case.ready_at is None:
-            case.ready_at = event.at
-        case Watched():
-            case.watched = case.watched or event

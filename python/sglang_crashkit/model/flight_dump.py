@@ -66,7 +66,6 @@ class Entry:
 class Group:
     """A process group that the rank is in."""
 
-    name: str  # the same on all ranks of it
     description: str  # what it is for, as far as its maker said so; empty otherwise
     ranks: tuple[int, ...]  # the global ranks in it
 
@@ -75,7 +74,7 @@ class Group:
 class FlightDump:
     """The dump of one rank."""
 
-    groups: dict[str, Group]  # the rank's process groups by name
+    groups: dict[str, Group]  # the rank's process groups by name, which is the same on all ranks of one
     entries: tuple[Entry, ...]  # the collectives that were begun, the oldest first; messages are left out
     is_from_the_start: bool  # nothing has fallen out of it yet
 
@@ -187,7 +186,7 @@ def parse_document(document: Any) -> FlightDump:
     texts = {group.ranks for group in told.pg_config.values()}
     ranks = {text: tuple(sorted(set(map(int, re.findall(r"\d{1,9}", text))))) for text in texts}
     groups = {
-        name: Group(_text(name), _text(group.desc).removeprefix("undefined"), ranks[group.ranks])
+        name: Group(_text(group.desc).removeprefix("undefined"), ranks[group.ranks])
         for name, group in told.pg_config.items()
         if name
     }

@@ -507,7 +507,12 @@ class Incident(msgspec.Struct):
 
     def shown(self) -> Incident:
         """Return it as it is shown and written: the samples in short, the timeline in order of time."""
-        processes = [_in_short(process) for process in self.processes]
+        processes = []
+        for one in self.processes:
+            steps = one.steps and msgspec.structs.replace(one.steps, rids={}, checks=frozenset())
+            looks = [Look(iso_time(at.time), at.state, at.cpu_secs, list(at.doing), at.gil) for at in one.samples]
+            only_here: dict[str, Any] = {"samples": [], "raised_through": [], "hit_in_main": None}
+            processes.append(msgspec.structs.replace(one, **only_here, steps=steps, looks=looks or one.looks))
         timeline = sorted(self.timeline, key=lambda entry: entry.time)
         return msgspec.structs.replace(self, processes=processes, timeline=timeline)
 
@@ -531,11 +536,3 @@ class Incident(msgspec.Struct):
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: What of a process, and of its steps, is known while the incident is gathered, and not written.
 NOT_IN_JSON, NOT_IN_JSON_OF_STEPS = ("samples", "raised_through", "hit_in_main"), ("rids", "checks")
-
-
-def _in_short(process: ProcessReport) -> ProcessReport:
-    steps = process.steps and msgspec.structs.replace(process.steps, rids={}, checks=frozenset())
-    looks = [
-        Look(iso_time(one.time), one.state, one.cpu_secs, list(one.doing), one.gil) for one in process.samples
-    ] or process.looks
-    return msgspec.structs.replace(process, samples=[], raised_through=[], hit_in_main=None, steps=steps, looks=looks)

@@ -16,6 +16,7 @@ import msgspec
 from sglang_crashkit.model.checked_json import writable
 
 _Kind = TypeVar("_Kind")
+_fields = cache(msgspec.structs.fields)
 #: Of a list with a part that does not fit, so many are looked at one by one.
 _MAX_PARTS = 20_000
 #: What stands for a required value that is missing or has another form.
@@ -90,11 +91,6 @@ def _convert(value: object, kind: Any) -> Any:
             with suppress(msgspec.ValidationError):
                 return _convert(value, arm)
     raise msgspec.ValidationError(f"no {kind}: {value!r:.80}")
-
-
-@cache
-def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(kind)
 
 
 def _kept(value: object, kind: Any) -> list[Any]:

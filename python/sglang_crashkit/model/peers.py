@@ -7,6 +7,8 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 
+from sglang_crashkit.model.checked_json import mappings_of
+
 Role = Literal["prefill", "decode"]
 Sign = Literal["heartbeat", "failed_transfer"]
 
@@ -41,12 +43,16 @@ class LostPeer(msgspec.Struct):
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], pid: int) -> LostPeer | None:
         """Return what rank `pid` reports, in plain letters and of less than 40 kB; None where it is no report."""
-        role, sign, entries, count = (fields.get(name) for name in ("role", "sign", "requests", "count"))
+        role, sign, count = (fields.get(name) for name in ("role", "sign", "count"))
         address, since, reason = (_plain(fields.get(name)) for name in ("address", "since", "reason"))
         if not address or role not in get_args(Role) or sign not in get_args(Sign):
             return None
-        told = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        named = [_request(entry) for entry in told[:MAX_NAMED]]
+        told = mappings_of(fields.get("requests"))
+        named = [
+            WaitingRequest(_plain(one.get("rid")), room if type(room) is int else None, _plain(one.get("since")))
+            for one in told[:MAX_NAMED]
+            for room in [one.get("room")]
+        ]
         counted = max(len(told), min(count, _MAX_COUNT) if type(count) is int else 0)
         return cls(address, cast("Role", role), cast("Sign", sign), since, reason, named, counted, [pid])
 
@@ -87,11 +93,6 @@ def _sentence(role: Role, sign: Sign, group: Sequence[LostPeer]) -> str:
 def _in_short(names: Sequence[str], count: int) -> str:
     more = f" and {count - _MAX_IN_TEXT} more" if count > _MAX_IN_TEXT else ""
     return ", ".join(names[:_MAX_IN_TEXT]) + more
-
-
-def _request(entry: Mapping[str, Any]) -> WaitingRequest:
-    room = entry.get("room")
-    return WaitingRequest(_plain(entry.get("rid")), room if type(room) is int else None, _plain(entry.get("since")))
 
 
 def _plain(value: object) -> str:

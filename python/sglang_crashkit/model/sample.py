@@ -124,7 +124,13 @@ def short_path(path: str) -> str:
 
 
 def _thread(entry: dict[str, Any]) -> Thread:
-    frames = (Frame(writable(str(frame["name"])), _path_in(frame), int(frame["line"])) for frame in entry["frames"])
+    frames = []
+    for frame in entry["frames"]:
+        name, whole = writable(str(frame["name"])), writable(str(frame["filename"]))
+        # py-spy's own short form leaves out a package's folder that has no __init__.py, as many of SGLang's.
+        short = short_path(whole)
+        path = short if short != whole else writable(str(frame.get("short_filename") or whole))
+        frames.append(Frame(name, path, int(frame["line"])))
     native_id = entry.get("os_thread_id")
     return Thread(
         name=writable(str(entry.get("thread_name") or "")),
@@ -133,13 +139,6 @@ def _thread(entry: dict[str, Any]) -> Thread:
         owns_gil=bool(entry.get("owns_gil")),
         frames=tuple(frames),
     )
-
-
-def _path_in(frame: dict[str, Any]) -> str:
-    # py-spy's own short form leaves out a package's folder that has no __init__.py, as many of SGLang's.
-    whole = writable(str(frame["filename"]))
-    short = short_path(whole)
-    return short if short != whole else writable(str(frame.get("short_filename") or whole))
 
 
 def main_thread(threads: Iterable[Thread], pid: int) -> Thread | None:

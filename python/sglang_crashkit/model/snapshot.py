@@ -113,14 +113,12 @@ def _process_to_json(process: Sample, table: dict[tuple[Frame, ...], int]) -> di
 
 def _process_from_json(entry: dict[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> Sample:
     known = {name: value for name, value in entry.items() if name not in _LOCAL}
-    return msgspec.convert(known | {name: _threads(entry.get(name), stacks) for name in ("threads", "native")}, Sample)
-
-
-def _threads(rows: object, stacks: Sequence[tuple[Frame, ...]]) -> tuple[Thread, ...]:
-    # Of 100,000 ranks there are millions of threads.
-    found = msgspec.convert(rows, list[_Row])
-    frames = _pick(stacks, [row[-1] for row in found])
-    return tuple([Thread(*row[:-1], stack) for row, stack in zip(found, frames, strict=True)])
+    for name in ("threads", "native"):
+        # Of 100,000 ranks there are millions of threads.
+        rows = msgspec.convert(entry.get(name), list[_Row])
+        frames = _pick(stacks, [row[-1] for row in rows])
+        known[name] = tuple([Thread(*row[:-1], stack) for row, stack in zip(rows, frames, strict=True)])
+    return msgspec.convert(known, Sample)
 
 
 def _pick(table: Sequence[_Entry], numbers: Sequence[int]) -> list[_Entry]:

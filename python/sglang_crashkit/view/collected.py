@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from sglang_crashkit.analysis.ranks import RankSet, rank_of
-from sglang_crashkit.analysis.stack_tree import PrefixTree, format_tree
+from sglang_crashkit.analysis.stack_tree import Node, format_tree
 from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.model.incident import Divergence, iso_time
@@ -141,12 +141,12 @@ def problem_lines(problems: Iterable[Problem]) -> Iterator[str]:
 
 def tree_lines(rounds: Sequence[NodeSnapshot]) -> Iterator[str]:
     """Yield the merged stacks of all ranks."""
-    tree = PrefixTree()
+    tree = Node()
     for sample in (sample for one in rounds for sample in one.processes):
         # Threads of a pool mostly have the same stack, as the same object.
         for frames in {id(thread.frames): thread.frames for thread in sample.threads}.values():
             tree.add(rank_of(sample), frames)
-    if tree.root.children:
+    if tree.children:
         # Threads of native libraries, such as NCCL's, have no such stacks.
         yield from ("", "Python stacks of all threads, outermost call first, what the fewest ranks do first:")
         yield from (f"  {line}" for line in format_tree(tree))

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from sglang_crashkit import __version__
 from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at, scope_of
-from sglang_crashkit.analysis.stack_tree import PrefixTree, format_tree
+from sglang_crashkit.analysis.stack_tree import Node, format_tree
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.names import Names, natural_order
@@ -192,16 +192,16 @@ def _trees(incident: Incident, files: IncidentFiles) -> Iterator[dict[str, Any]]
     ):
         if len(chosen) == before:
             continue
-        before, tree = len(chosen), PrefixTree()
+        before, tree = len(chosen), Node()
         for process, _is_main, frames in chosen:
             tree.add(ranks[process.pid], frames)
-        sets = tree.sets()
-        sizes = {str(one): len(one) for one in sets.values()}
-        whole = str(sets[id(tree.root)])
+        sets = {id(node): str(node.through) for node in tree.all()}
+        sizes = {sets[id(node)]: len(node.through) for node in tree.all()}
+        whole = sets[id(tree)]
         in_order = sorted(sizes.keys() - {whole}, key=lambda one: (one != alone, sizes[one], one))
         # Where all are grey, the failure alone is red.
         colours = {one: f"c{2 + place % 7}" for place, one in enumerate(in_order)} | {whole: "c0", alone: "c1"}
-        boxes = list(_boxes(tree, {key: str(one) for key, one in sets.items()}, colours))
+        boxes = list(_boxes(tree, sets, colours))
         yield {
             "name": name,
             "text": "\n".join(cut(line, _MAX_LINE) for line in format_tree(tree)),
@@ -211,10 +211,13 @@ def _trees(incident: Incident, files: IncidentFiles) -> Iterator[dict[str, Any]]
         }
 
 
-def _boxes(tree: PrefixTree, sets: Mapping[int, str], colours: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
+def _boxes(tree: Node, sets: Mapping[int, str], colours: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
     """Yield the calls from the outermost on: left edge and width in percent, depth, name, words, and colour."""
-    values = _values(tree)
-    waiting = [(tree.root, 0.0, 100.0, 0)]
+    # How many stacks are in each node, alike ones of a rank as one.
+    values: dict[int, int] = {}
+    for node in reversed(tree.all()):
+        values[id(node)] = len(node.ranks) + sum(values[id(child)] for child in node.children.values())
+    waiting = [(tree, 0.0, 100.0, 0)]
     for node, left, width, depth in waiting:
         ranks, name = sets[id(node)], cut(node.function or "all stacks", 400)
         told = (
@@ -226,17 +229,6 @@ def _boxes(tree: PrefixTree, sets: Mapping[int, str], colours: Mapping[str, str]
             if share >= _THINNEST and len(waiting) < _MAX_CALLS and depth < _MAX_DEPTH:
                 waiting.append((child, left, share, depth + 1))
             left += share
-
-
-def _values(tree: PrefixTree) -> dict[int, int]:
-    """Return how many stacks are in each node, alike ones of a rank as one, by the node's `id`."""
-    order = [tree.root]
-    for node in order:
-        order += node.children.values()
-    values: dict[int, int] = {}
-    for node in reversed(order):
-        values[id(node)] = len(node.ranks) + sum(values[id(child)] for child in node.children.values())
-    return values
 
 
 def _inlined(files: IncidentFiles, incident: Incident, *, prompts: bool) -> list[dict[str, Any]]:

@@ -17,11 +17,11 @@ from lanelib import options
 from sglang_crashkit.cli.main import build_parser, main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.model.step import Step, StepRequest
-from unit.support.stored import make_incident
+from unit.support.stored import golden, make_incident, stacks_of
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GOLDEN = json.loads((ROOT / "test" / "unit" / "incident" / "data" / "killed.json").read_text())
+GOLDEN = golden("killed")
 LOG = ROOT / "test" / "corpus" / "22-hbm-of-one-gpu-fails"
 #: What reads evidence and nothing else; the others have tests of what they do to a server or an installation.
 READERS = ("explain", "incidents", "show", "steps", "bundle")
@@ -61,12 +61,10 @@ def words_of(call: str) -> list[str]:
 def crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The incident of a hang in a crash folder, and beside that the log of a server and a list of hosts."""
     step = Step(1, 1.0, 2.0, "processed", "decode", (StepRequest("ab12", 1, 1),), 1, 1, agreed_hash=1)
-    lines, (rank, *_others) = json.dumps(step.to_json()) + "\n", GOLDEN["processes"][1:]
-    (stack,) = (piece["path"] for piece in rank["evidence"] if piece["kind"] == "stack")
-    threads = [{"name": "MainThread", "native_id": rank["pid"], "frames": []}]
+    lines = json.dumps(step.to_json()) + "\n"
     pieces = {
         **{f"ranks/scheduler_TP{number}-{pid}.steps.jsonl": lines for number, pid in enumerate((11, 12))},
-        str(Path(stack).with_suffix(".json")): json.dumps({"threads": threads}),
+        **stacks_of(GOLDEN),
         "requests/requests.jsonl": json.dumps({"rid": "ab12", "state": "unfinished"}) + "\n",
     }
     fields = {name: value for name, value in GOLDEN.items() if name not in ("id", "kind")}

@@ -1,4 +1,7 @@
-"""The dashboard and the alerts ask for what the crash handler tells; promtool tries the alerts."""
+"""The dashboard and the alerts ask for what the crash handler tells; Grafana's schema and promtool take them.
+
+No registry has a Grafana that could be asked.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,30 @@ def asked_for(text: str) -> set[str]:
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     assert asked_for(json.dumps(DASHBOARD)) == KNOWN
+
+
+def lost(given: Any, read: Any, where: str) -> Iterator[str]:
+    """Yield the places that Grafana does not read, or reads otherwise."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        for name, value in given.items():
+            yield from lost(value, read.get(name), f"{where}.{name}")
+    elif isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        for number, (one, other) in enumerate(zip(given, read, strict=True)):
+            yield from lost(one, other, f"{where}[{number}]")
+    elif given != read:
+        yield where
+
+
+def test_grafanas_schema_knows_all_of_it() -> None:
+    pytest.importorskip("grafana_foundation_sdk", reason="Grafana's foundation SDK is for Python 3.11 and newer")
+    from grafana_foundation_sdk.cog import plugins
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    plugins.register_default_plugins()
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
+    # Of an annotation the schema has what all data sources share; this is Prometheus's own.
+    assert [*lost(DASHBOARD, read, "")] == [".annotations.list[0].titleFormat"]
 
 
 def test_the_alerts_ask_for_known_metrics_alone() -> None:

@@ -29,8 +29,7 @@ from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.sample import Gil, Sample, Thread
 from sglang_crashkit.model.step import DivergenceKind
 from sglang_crashkit.model.verdict import Level
-from unit.analysis import real_stacks
-from unit.analysis.real_stacks import stack
+from unit.judge.stack_events import TORCH_WRAPPER, frames
 
 ENDS: dict[str, Exit] = {
     "killed": Exit(None, "SIGKILL", "signal", "no OOM kill", "t"),
@@ -310,7 +309,12 @@ def test_the_verdict_does_not_depend_on_the_order_of_events(
 # -- a hang
 
 
-BROADCAST, ALL_REDUCE, SPIN = real_stacks.BROADCAST, real_stacks.ALL_REDUCE, real_stacks.SPIN
+LOOP = ("Scheduler.event_loop_overlap (scheduler.py:1596)", "run_scheduler_process (scheduler.py:4045)")
+BATCH = ("LlamaModel.forward (llama.py:381)", "Scheduler.run_batch (scheduler.py:3043)", *LOOP)
+ALL_REDUCE = ("all_reduce (torch/distributed/distributed_c10d.py:3075)", TORCH_WRAPPER, *BATCH)
+INGEST = ("SchedulerRequestReceiver.recv_requests (scheduler_components/request_receiver.py:90)", *LOOP)
+BROADCAST = ("broadcast (torch/distributed/distributed_c10d.py:2974)", TORCH_WRAPPER, *INGEST)
+SPIN = ("spin (sitecustomize.py:12)", "on_stick (sitecustomize.py:32)", *BATCH)
 
 
 def rank(
@@ -319,9 +323,9 @@ def rank(
     """Return a rank as the handler sees it every 2 s; a stack for each sample, or the same in all."""
     report = ProcessReport(10 + number, f"sglang::scheduler_TP{number}", "scheduler", {"tp": number} | ranks)
     for at, state in enumerate(states):
-        frames = stack(*stacks[at % len(stacks)]) if stacks else ()
-        threads = (Thread("MainThread", report.pid, active=False, owns_gil=False, frames=frames),) if frames else ()
-        doing = tuple(map(str, frames[:4]))
+        seen = frames(*stacks[at % len(stacks)]) if stacks else ()
+        threads = (Thread("MainThread", report.pid, active=False, owns_gil=False, frames=seen),) if seen else ()
+        doing = tuple(map(str, seen[:4]))
         sample = Sample(pid=report.pid, time=1000.0 + 2 * at, state=state, cpu_secs=cpu * at, threads=threads)
         report.samples.append(Sample(**{**vars(sample), "gil": gil, "doing": doing}))
     report.doing = list(report.samples[0].doing)
@@ -366,7 +370,7 @@ def test_an_end_long_after_a_lost_connection_is_its_consequence(seconds: float, 
 
 
 TP1 = "sglang::scheduler_TP1 (pid 11)"
-DEEP = [(*(f"f{depth}_{look} (x.py:1)" for depth in range(8)), *real_stacks.BATCH) for look in range(3)]
+DEEP = [(*(f"f{depth}_{look} (x.py:1)" for depth in range(8)), *BATCH) for look in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -581,10 +585,10 @@ def detokenizer(states: str) -> ProcessReport:
     [
         ([rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT")], ("hang", 11, "established")),
         ([rank(0, BROADCAST), rank(1, SPIN, states="RRR"), detokenizer("SS")], ("hang", 11, "supported")),
-        ([rank(n, real_stacks.BATCH, states="TT") for n in range(2)], ("hang", None, "established")),
+        ([rank(n, BATCH, states="TT") for n in range(2)], ("hang", None, "established")),
         # What the kernel says of another process counts more than stacks; its stack alone does not.
         ([rank(0, BROADCAST), rank(1, SPIN, states="RRR"), detokenizer("TT")], ("hang", 20, "established")),
-        ([rank(0, real_stacks.BATCH), detokenizer("SR")], ("hang", 10, "supported")),
+        ([rank(0, BATCH), detokenizer("SR")], ("hang", 10, "supported")),
         ([], ("unknown", None, "unknown")),
     ],
 )

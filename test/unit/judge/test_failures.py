@@ -159,6 +159,8 @@ def test_a_part_is_taken_out_only_where_it_is_on() -> None:
     assert on.component == "hicache"
     assert any("--enable-hierarchical-cache" in step for step in on.next)
     assert not any("--enable-hierarchical-cache" in step for step in off.next)
+    assert is_switched_on("pipeline_parallel", {"pp_size": 4})
+    assert not is_switched_on("pipeline_parallel", {"pp_size": 1})
 
 
 def test_the_steps_name_what_the_vendor_calls_it() -> None:
@@ -214,12 +216,6 @@ def test_words_tell_a_part_where_no_frame_does() -> None:
     assert component_of(frames_in(["x (y.py:1)"]), "the mamba cache has no free slot") == "mamba"
     assert component_of(words="the gRPC servicer does not match") == "grpc"
     assert component_of(frames_in(["x (y.py:1)"]), "nothing of any part") is None
-
-
-def test_a_step_takes_out_only_what_the_arguments_switch_on() -> None:
-    assert "--enable-hierarchical-cache" in way_out("hicache", {"enable_hierarchical_cache": True}, is_seen=False)
-    assert is_switched_on("pipeline_parallel", {"pp_size": 4})
-    assert not is_switched_on("pipeline_parallel", {"pp_size": 1})
 
 
 def test_what_a_healthy_server_says_most_is_told_and_what_python_warns_of_is_not() -> None:

@@ -34,7 +34,7 @@ def sample() -> dict[str, Any]:
 
 def test_all_that_is_of_interest_is_taken_over() -> None:
     dump = parse_dump(pickled(sample()))
-    assert dump.groups == {"0": Group("0", "default_pg", (0, 1)), "1": Group("1", "", (0, 2))}
+    assert dump.groups == {"0": Group("default_pg", (0, 1)), "1": Group("", (0, 2))}
     # A message is not one.
     first, second = dump.entries
     assert (first.group, first.sequence, first.operation, first.is_done) == ("0", 3, "all_reduce", True)
