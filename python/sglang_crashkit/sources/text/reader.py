@@ -356,12 +356,12 @@ class _File:
         self.has_own_clock = any(_OWN.match(line) for line in bare)
         every = [*bare, *(carrier.strip(line).text for line in text.splitlines()[_HEAD:])]
         for is_it, events_of, lines in (
-            (cluster.is_description, cluster.containers_of, every),
-            (cluster.is_pod_table, cluster.pods_of, bare),
-            (cluster.is_smi, cluster.gpus_of, bare),
-            (cluster.is_query, cluster.queried_gpus_of, bare),
+            (cluster.is_description(bare), cluster.containers_of, every),
+            (any(map(cluster.PODS.match, bare[:20])), cluster.pods_of, bare),
+            (any(cluster.SMI in line for line in bare), cluster.gpus_of, bare),
+            (any(map(cluster.QUERY.match, bare[:20])), cluster.queried_gpus_of, bare),
         ):
-            for event in events_of(lines) if is_it(bare) else ():
+            for event in events_of(lines) if is_it else ():
                 self._add("", msgspec.structs.replace(event, order=self.order, source=self._source()))
 
         @lru_cache(maxsize=_MAX_LINES)
