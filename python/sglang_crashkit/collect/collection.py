@@ -133,7 +133,18 @@ class Collection:
             due = time.monotonic() + self._plan.interval_secs
             self._tell(f"snapshot {number} of {self._plan.snapshots}")
             self._take_snapshot()
-        self._read_steps()
+        # The steps of all ranks at once, for the ranks go on; then they are compared, and written to files.
+        ranks, read_at = [one for one in self.collected if one.process.role == "scheduler"], time.monotonic()
+        steps = {one.process.pid: _steps_of(one.process.pid, one.process.start_ticks) for one in ranks}
+        for one in ranks:
+            if its := steps[one.process.pid]:
+                self._write(one, "steps", "".join(json.dumps(step.to_json()) + "\n" for step in its), "jsonl")
+        seen = [one for one in self.rounds[-1].processes if one.role == "scheduler"]
+        noted = [RankSteps(rank_of(one), steps.get(one.pid, ()), one.pid) for one in seen]
+        # Of another server that is not patched nothing is to be said.
+        patched = {dict(one.rank.scope).get("server") for one in noted if one.steps}
+        noted = [one for one in noted if dict(one.rank.scope).get("server") in patched]
+        self.divergence = find_divergence(noted, Moment(read_at, "it was looked at", read_at))
         self._write_account()
 
     def _write_account(self) -> None:
@@ -189,21 +200,6 @@ class Collection:
                 texts[name] = (self._plan.output / name).read_text(errors="replace")
         return texts
 
-    def _read_steps(self) -> None:
-        """Compare the steps of the ranks, and write them to files."""
-        ranks, read_at = [one for one in self.collected if one.process.role == "scheduler"], time.monotonic()
-        # All at once, for the ranks go on.
-        steps = {one.process.pid: _steps_of(one.process.pid, one.process.start_ticks) for one in ranks}
-        for one in ranks:
-            if its := steps[one.process.pid]:
-                self._write(one, "steps", "".join(json.dumps(step.to_json()) + "\n" for step in its), "jsonl")
-        seen = [one for one in self.rounds[-1].processes if one.role == "scheduler"]
-        noted = [RankSteps(rank_of(one), steps.get(one.pid, ()), one.pid) for one in seen]
-        # Of another server that is not patched nothing is to be said.
-        patched = {dict(one.rank.scope).get("server") for one in noted if one.steps}
-        noted = [one for one in noted if dict(one.rank.scope).get("server") in patched]
-        self.divergence = find_divergence(noted, Moment(read_at, "it was looked at", read_at))
-
     def debug(self, within_secs: float | None = None) -> None:
         """Run the debugger, if that is planned, all together within `within_secs` seconds; see `take_snapshots`.
 
@@ -211,17 +207,6 @@ class Collection:
         """
         if not self._plan.native:
             return
-        by_pid = self._without_those_spared()
-        if not by_pid:
-            return
-        self._tell(f"{self._tool} of {len(by_pid)} processes")
-        limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
-        processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
-        debug_all(self._cuda_gdb, processes, TOOL_SECS, lambda pid, it: self._take_in(by_pid[pid], it), limit)
-        self._write_account()
-
-    def _without_those_spared(self) -> dict[int, Collected]:
-        """Return those that the debugger is for, by pid; of each other one its file says why it is not."""
         systems: dict[object, set[int]] = {}
         for one in self.collected:
             # The servers of a prefill and decode pair hang together, so they are one.
@@ -234,15 +219,23 @@ class Collection:
             if reason := reasons[one.process.pid]:
                 one.debugged = Debugged(self._tool, problem=f"not run: {reason}")
                 self._write_debugged(one)
-        if all(reasons.values()):
+        by_pid = {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
+        if not by_pid:
             self.skipped = "; ".join(dict.fromkeys(reasons.values()))
-        return {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
+            return
+        self._tell(f"{self._tool} of {len(by_pid)} processes")
+        limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
+        processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
+        debug_all(self._cuda_gdb, processes, TOOL_SECS, lambda pid, it: self._take_in(by_pid[pid], it), limit)
+        self._write_account()
 
     def _take_snapshot(self) -> None:
         began, started = clock.now(), time.monotonic()
         # The limit is for all rounds: a py-spy that hangs, hangs in each.
         secs = max(_LEAST_SECS, TOOL_SECS - self._stacks_secs)
-        python = [one.process for one in self.collected if _is_python(one.process)]
+        processes = [one.process for one in self.collected]
+        # Those that are there, and run Python.
+        python = [one for one in processes if procfs.read_stat(one.pid, one.start_ticks) and procfs.is_python(one.pid)]
         sockets = {one.pid: socket_of(one.server if one.server is not None else one.pid) for one in python}
         folders = {pid: path.parent for pid, path in sockets.items() if path is not None}
         taken = {one.pid: one for one in capture_all({one.pid: one.start_ticks for one in python}, folders, secs)}
@@ -288,11 +281,6 @@ class Collection:
         write_private(self._plan.output / name, redact_text(text).encode(errors="backslashreplace"))
         if name not in one.files:
             one.files.append(name)
-
-
-def _is_python(process: FoundProcess) -> bool:
-    """Say whether it is there, and runs Python."""
-    return procfs.read_stat(process.pid, process.start_ticks) is not None and procfs.is_python(process.pid)
 
 
 def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample:

@@ -83,7 +83,24 @@ def job_via(name: str, container: str | None = None) -> Transport:
         NothingToDoError: there is no such job, or it does not run.
         CrashkitError: Slurm is not here or does not answer.
     """
-    number, nodes = _find_job(name)
+    if not _JOB_ID.fullmatch(name):
+        raise UsageError(f"{name!r} is not the id of a Slurm job", next_step="squeue --me")
+    done = _ask_slurm("squeue", "--noheader", "--states=all", f"--jobs={name}", f"--format={_JOB_FORMAT}")
+    lines = [line.strip().split("|", 3) for line in done.text.splitlines() if line.count("|") >= 3]
+    if done.status and "Invalid job id" not in done.errors:
+        raise CrashkitError(f"squeue says nothing of job {name}: {_last_line(done.errors)}", next_step="scontrol ping")
+    if not lines:
+        raise NothingToDoError(f"Slurm knows no job {name}, or no longer", next_step="squeue --me")
+    if len(lines) > 1:
+        parts = ", ".join(shown for _number, shown, _state, _nodes in lines[:8])
+        raise UsageError(f"job {name} is {len(lines)} jobs: {parts}", next_step=f"name one: --slurm-job {lines[0][1]}")
+    number, _shown, state, listed = lines[0]
+    if state != "RUNNING" or not listed:
+        raise NothingToDoError(f"job {name} does not run: {state}", next_step=f"scontrol show job {name}")
+    # The list of nodes is as in ``n[1-2],m7``.
+    done = _ask_slurm("scontrol", "show", "hostnames", listed)
+    if done.status or not (nodes := tuple(done.text.split())):
+        raise CrashkitError(f"scontrol cannot read the list of nodes {listed}: {_last_line(done.errors)}")
     words = ["srun", "--overlap", f"--jobid={number}", f"--nodelist={_HOST}", "--nodes=1", "--ntasks=1"]
     if container is not None:
         # Pyxis runs it inside the container where one of that name runs, in the namespaces of the workers.
@@ -141,29 +158,6 @@ def words_of(template: str) -> list[str]:
         # A question gets no answer, and an empty password is a failed log-in. The first word on an option holds.
         words[1:1] = ["-o", "BatchMode=yes"]
     return words
-
-
-def _find_job(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return the number that srun takes of the running job `name`, and its nodes in Slurm's order; see `job_via`."""
-    if not _JOB_ID.fullmatch(name):
-        raise UsageError(f"{name!r} is not the id of a Slurm job", next_step="squeue --me")
-    done = _ask_slurm("squeue", "--noheader", "--states=all", f"--jobs={name}", f"--format={_JOB_FORMAT}")
-    lines = [line.strip().split("|", 3) for line in done.text.splitlines() if line.count("|") >= 3]
-    if done.status and "Invalid job id" not in done.errors:
-        raise CrashkitError(f"squeue says nothing of job {name}: {_last_line(done.errors)}", next_step="scontrol ping")
-    if not lines:
-        raise NothingToDoError(f"Slurm knows no job {name}, or no longer", next_step="squeue --me")
-    if len(lines) > 1:
-        parts = ", ".join(shown for _number, shown, _state, _nodes in lines[:8])
-        raise UsageError(f"job {name} is {len(lines)} jobs: {parts}", next_step=f"name one: --slurm-job {lines[0][1]}")
-    number, _shown, state, nodes = lines[0]
-    if state != "RUNNING" or not nodes:
-        raise NothingToDoError(f"job {name} does not run: {state}", next_step=f"scontrol show job {name}")
-    # The list of nodes is as in ``n[1-2],m7``.
-    done = _ask_slurm("scontrol", "show", "hostnames", nodes)
-    if done.status or not done.text.split():
-        raise CrashkitError(f"scontrol cannot read the list of nodes {nodes}: {_last_line(done.errors)}")
-    return number, tuple(done.text.split())
 
 
 def _cancel(number: str, step: str) -> None:
