@@ -213,7 +213,13 @@ def _trees(incident: Incident, files: IncidentFiles) -> Iterator[dict[str, Any]]
 
 def _boxes(tree: PrefixTree, sets: Mapping[int, str], colours: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
     """Yield the calls from the outermost on: left edge and width in percent, depth, name, words, and colour."""
-    values = _values(tree)
+    nodes = [tree.root]
+    for node in nodes:
+        nodes += node.children.values()
+    # How many stacks are in each node, alike ones of a rank as one.
+    values: dict[int, int] = {}
+    for node in reversed(nodes):
+        values[id(node)] = len(node.ranks) + sum(values[id(child)] for child in node.children.values())
     waiting = [(tree.root, 0.0, 100.0, 0)]
     for node, left, width, depth in waiting:
         ranks, name = sets[id(node)], cut(node.function or "all stacks", 400)
@@ -226,17 +232,6 @@ def _boxes(tree: PrefixTree, sets: Mapping[int, str], colours: Mapping[str, str]
             if share >= _THINNEST and len(waiting) < _MAX_CALLS and depth < _MAX_DEPTH:
                 waiting.append((child, left, share, depth + 1))
             left += share
-
-
-def _values(tree: PrefixTree) -> dict[int, int]:
-    """Return how many stacks are in each node, alike ones of a rank as one, by the node's `id`."""
-    order = [tree.root]
-    for node in order:
-        order += node.children.values()
-    values: dict[int, int] = {}
-    for node in reversed(order):
-        values[id(node)] = len(node.ranks) + sum(values[id(child)] for child in node.children.values())
-    return values
 
 
 def _inlined(files: IncidentFiles, incident: Incident, *, prompts: bool) -> list[dict[str, Any]]:
