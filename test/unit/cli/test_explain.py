@@ -56,11 +56,6 @@ def test_what_is_kept_is_shown_packed_and_free_of_secrets(log: Path, tmp_path: P
     cli("bundle", incident, "--report", "--json")
 
 
-def test_a_page_that_cannot_be_written_is_named(log: Path, tmp_path: Path, cli: Cli) -> None:
-    page = tmp_path / "nowhere" / "page.html"
-    assert f"{page} cannot be written: No such file" in cli("explain", log, "--html", page, status=1).err
-
-
 def test_the_standard_input_is_read(log: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(log.read_bytes())))
     assert cli("explain", "-", "--json").json["verdict"]["class"] == "gpu_hardware"

@@ -48,17 +48,3 @@ def test_a_hosts_name_may_be_any_that_is_in_use(host: str) -> None:
 def test_what_is_no_hosts_name_is_given_to_no_command(host: str) -> None:
     with pytest.raises(UsageError, match="is not the name of a host"):
         hosts_via("ssh {host}", ["well", host])
-
-
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        ("", "does not say where the host's name goes"),
-        ("{host}", "does not say where the host's name goes"),
-        ("ssh {node}", "does not say where the host's name goes"),
-        ("ssh '{host}", "No closing quotation"),
-    ],
-)
-def test_what_reaches_no_host_is_refused(template: str, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        hosts_via(template, ["a"])
