@@ -174,6 +174,11 @@ class Collection:
 
     def to_json(self, status: ExitCode, found: Discovery, *, whole: bool) -> dict[str, Any]:
         """Return it as JSON values; `whole`: with what is in the files, see `gather`."""
+        texts = dict[str, str]()
+        for name in [SUMMARY, VERDICT, *(name for one in self.collected for name in one.files)] if whole else ():
+            # One that was interrupted has not all of them.
+            with contextlib.suppress(OSError):
+                texts[name] = (self._plan.output / name).read_text(errors="replace")
         return {
             "exit_code": int(status),
             "host": self.host,
@@ -188,17 +193,8 @@ class Collection:
                 {"job_id": place and place.job_id, "node": place and place.node, "pids": list(pids)}
                 for place, pids in found.elsewhere.items()
             ],
-            **({"rounds": [one.to_json() for one in self.rounds], "texts": self._texts()} if whole else {}),
+            **({"rounds": [one.to_json() for one in self.rounds], "texts": texts} if whole else {}),
         }
-
-    def _texts(self) -> dict[str, str]:
-        """Return what is in each text file, by its name."""
-        texts = dict[str, str]()
-        for name in [SUMMARY, VERDICT, *(name for one in self.collected for name in one.files)]:
-            # One that was interrupted has not all of them.
-            with contextlib.suppress(OSError):
-                texts[name] = (self._plan.output / name).read_text(errors="replace")
-        return texts
 
     def debug(self, within_secs: float | None = None) -> None:
         """Run the debugger, if that is planned, all together within `within_secs` seconds; see `take_snapshots`.

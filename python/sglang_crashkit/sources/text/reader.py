@@ -20,6 +20,7 @@ import msgspec
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.kernel.private_files import files_below, open_regular
+from sglang_crashkit.model import snapshot
 from sglang_crashkit.model.event import (
     Arguments,
     Collective,
@@ -321,11 +322,15 @@ class _File:
     def _special(self, head: bytes, opened: BinaryIO) -> bool:
         """Read a file that is no text by lines; return whether it was one."""
         dump = partial(recorders.collectives_of, path=self.path)
+
+        def look(data: bytes) -> Iterable[Event]:
+            return snapshots.stacks_in(snapshot.parse(data))
+
         # What is JSON takes many times its size.
         forms: tuple[tuple[bool, str, Callable[[bytes], Iterable[Event]], int], ...] = (
             (recorders.is_dump(head), "a dump of a flight recorder", dump, MAX_BYTES),
             (crash_dumps.is_dump(head), "a dump of requests", crash_dumps.events_of, _MAX_WHOLE),
-            (snapshots.is_snapshot(head), "a snapshot of collect", snapshots.stacks_of, _MAX_WHOLE),
+            (snapshots.is_snapshot(head), "a snapshot of collect", look, _MAX_WHOLE),
             (cluster.is_inspection(head), "what Docker says about a container", cluster.inspected, _MAX_JSON),
             (bool(_PYSPY.match(head)) and b'"frames"' in head, "stacks of py-spy", _pyspy_stacks, _MAX_JSON),
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sglang_crashkit.model.event import Stack
 from sglang_crashkit.model.sample import Sample
-from sglang_crashkit.model.snapshot import NodeSnapshot, parse
+from sglang_crashkit.model.snapshot import NodeSnapshot
 
 _HEAD = re.compile(rb'\s*\{\s*"schema_version": *\d+,\s*"host": .{1,300}?,\s*"time": *[\d.]+,\s*"processes":')
 _RANKS = ("pp", "dp", "tp", "ep")
@@ -22,20 +22,11 @@ def is_snapshot(head: bytes) -> bool:
     return _HEAD.match(head) is not None
 
 
-def stacks_of(data: bytes) -> Iterator[Stack]:
-    """Yield the stacks of each process.
-
-    Raises:
-        ValueError: it is no snapshot, or is cut off.
-    """
-    yield from stacks_in(parse(data))
-
-
-def stacks_in(snapshot: NodeSnapshot, host: str = "") -> Iterator[Stack]:
-    """Yield the stacks of a snapshot, `host` instead of its own word, as containers may all have the same."""
+def stacks_in(snapshot: NodeSnapshot) -> Iterator[Stack]:
+    """Yield the stacks of each process in a snapshot."""
     for one in snapshot.processes:
         # One that had ended by then has no state.
-        sample = replace(one, host=host or one.host, state=one.state or "X")
+        sample = replace(one, state=one.state or "X")
         yield Stack(at=one.time, who=_name(one), node=sample.host, side=one.side or "", sample=sample)
 
 
