@@ -210,7 +210,12 @@ class Collection:
             systems.setdefault(system, set()).add(one.process.pid)
         reasons: dict[int, str] = {}
         for pids in systems.values():
-            reasons |= dict.fromkeys(pids, _why_spared(self.judged(pids)[0]))
+            verdict, _case = self.judged(pids)
+            # A debugger adds harm and no knowledge where there is no question left.
+            reason = "the verdict is established without it" if verdict.level == "established" else ""
+            if verdict.kind in ("no_incident", "busy") and verdict.level != "unknown":
+                reason = "no hang is seen"
+            reasons |= dict.fromkeys(pids, reason)
         for one in self.collected:
             if reason := reasons[one.process.pid]:
                 one.debugged = Debugged(self._tool, problem=f"not run: {reason}")
@@ -337,13 +342,6 @@ def _stacks(rounds: Sequence[NodeSnapshot]) -> Iterator[Stack]:
         if time < last.get(sample.host, time) and sample.role in {"scheduler", *NEEDED}
     ]
     yield from stacks_in(NodeSnapshot("", 0.0, tuple(gone)))
-
-
-def _why_spared(verdict: Verdict) -> str:
-    """Return why a debugger would add harm and no knowledge, empty where there is a question left."""
-    if verdict.kind in ("no_incident", "busy") and verdict.level != "unknown":
-        return "no hang is seen"
-    return "the verdict is established without it" if verdict.level == "established" else ""
 
 
 def name_of(user: int) -> str:

@@ -152,8 +152,20 @@ class _Incident:
 
     def events(self) -> Iterator[Event]:
         """Yield all events, in their order."""
-        yield self._arguments()
-        if ready := seconds_of(self._incident.surroundings.ready_since or self._environment.get("ready_since")):
+        about = self._incident.surroundings
+        parallel = {
+            name if name in ("nnodes", "node_rank") else f"{name}_size": size for name, size in about.parallel.items()
+        }
+        values: dict[str, Any] = {**parallel, "model_path": about.model or None}
+        if not (told := mapping_of(self._environment.get("arguments"))):
+            values |= _options(str(self._environment.get("command_line") or ""))
+        values |= told
+        yield Arguments(
+            at=seconds_of(about.started) or 0.0,
+            values={name.replace("-", "_"): value for name, value in values.items() if value is not None},
+            release=self._incident.server.sglang_version,
+        )
+        if ready := seconds_of(about.ready_since or self._environment.get("ready_since")):
             yield Stage(at=ready, name="ready", is_done=True)
         if self._incident.verdict is not None:
             yield self._watched()
@@ -170,21 +182,6 @@ class _Incident:
                     # A process that its cgroup freezes sleeps; the function of the kernel's tells it from others.
                     sample = replace(sample, wchan=sample.wchan or str((one.state or {}).get("wchan") or ""))
                     yield Stack(at=sample.time or self._opened, who=name_of(one), sample=sample)
-
-    def _arguments(self) -> Arguments:
-        about = self._incident.surroundings
-        parallel = {
-            name if name in ("nnodes", "node_rank") else f"{name}_size": size for name, size in about.parallel.items()
-        }
-        values: dict[str, Any] = {**parallel, "model_path": about.model or None}
-        if not (told := mapping_of(self._environment.get("arguments"))):
-            values |= _options(str(self._environment.get("command_line") or ""))
-        values |= told
-        return Arguments(
-            at=seconds_of(about.started) or 0.0,
-            values={name.replace("-", "_"): value for name, value in values.items() if value is not None},
-            release=self._incident.server.sglang_version,
-        )
 
     # -- who failed, and of what
 

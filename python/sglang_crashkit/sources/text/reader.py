@@ -706,7 +706,8 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
     for one, own in programs.items():
         arguments = next((event.values for event in own if isinstance(event, Arguments) and event.values), {})
         side = str(arguments.get("disaggregation_mode") or "")
-        sides[one] = side if side in ("prefill", "decode") else _side_in(names[one])
+        named = [each for each in ("prefill", "decode") if each in names[one].lower()]
+        sides[one] = side if side in ("prefill", "decode") else named[0] if len(named) == 1 else ""
         said[one] = sides[one] or _side_said(own)
         if isinstance(count := arguments.get("nnodes"), int) and count > 1:
             nodes[one] = f"node {arguments.get('node_rank') or 0}"
@@ -736,8 +737,3 @@ def _side_said(events: Sequence[Event]) -> str:
     texts = (getattr(event, "text", "") for event in events)
     said = {one for text in texts if (match := _OF_SIDE.match(text)) for one in match.groups() if one}
     return said.pop().lower() if len(said) == 1 else ""
-
-
-def _side_in(name: str) -> str:
-    found = [side for side in ("prefill", "decode") if side in name.lower()]
-    return found[0] if len(found) == 1 else ""
