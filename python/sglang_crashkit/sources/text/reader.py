@@ -330,7 +330,7 @@ class _File:
         forms: tuple[tuple[bool, str, Callable[[bytes], Iterable[Event]], int], ...] = (
             (recorders.is_dump(head), "a dump of a flight recorder", dump, MAX_BYTES),
             (crash_dumps.is_dump(head), "a dump of requests", crash_dumps.events_of, _MAX_WHOLE),
-            (snapshots.is_snapshot(head), "a snapshot of collect", look, _MAX_WHOLE),
+            (bool(snapshots.HEAD.match(head)), "a snapshot of collect", look, _MAX_WHOLE),
             (cluster.is_inspection(head), "what Docker says about a container", cluster.inspected, _MAX_JSON),
             (bool(_PYSPY.match(head)) and b'"frames"' in head, "stacks of py-spy", _pyspy_stacks, _MAX_JSON),
         )
@@ -717,19 +717,16 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
         sides = said
     if len({(nodes[one], sides[one]) for one in serving}) < len(serving):
         nodes |= {one: nodes[one] or names[one] for one in serving}
-    for one, own in programs.items():
-        yield from (_clean(event, nodes[one], sides[one]) for event in own)
-
-
-def _clean(event: Event, node: str, side: str) -> Event:
-    """Return an event with its place and without secrets: what is told of it may be cut, wrapped or put into a link."""
-    fields: dict[str, Any] = {"node": node, "side": side} if node or side else {}
-    fields |= {name: redact_text(text) for name in ("text", "said") if (text := getattr(event, name, ""))}
-    if isinstance(event, Raised):
-        fields["chain"] = tuple(msgspec.structs.replace(one, text=redact_text(one.text)) for one in event.chain)
-    if isinstance(event, Arguments):
-        fields["values"] = redact_json(event.values)
-    return msgspec.structs.replace(event, **fields) if fields else event
+    for one, event in ((one, event) for one, own in programs.items() for event in own):
+        place: dict[str, Any] = {"node": nodes[one], "side": sides[one]} if nodes[one] or sides[one] else {}
+        # What is told of it may be cut, wrapped or put into a link, so secrets are taken out here.
+        fields = place | {name: redact_text(text) for name in ("text", "said") if (text := getattr(event, name, ""))}
+        if isinstance(event, Raised):
+            errors = (msgspec.structs.replace(error, text=redact_text(error.text)) for error in event.chain)
+            fields["chain"] = tuple(errors)
+        if isinstance(event, Arguments):
+            fields["values"] = redact_json(event.values)
+        yield msgspec.structs.replace(event, **fields) if fields else event
 
 
 def _side_said(events: Sequence[Event]) -> str:
