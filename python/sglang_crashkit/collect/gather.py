@@ -228,7 +228,7 @@ def _ask(
         write_private(folder / transport.log, errors.encode(errors="backslashreplace"))
     if done.status is None:
         transport.give_up(node)
-    if (document := find_answer(done.text)) is not None:
+    if (document := _find_answer(done.text)) is not None:
         _take_in(result, document, f"{transport.noun} {node}")
     elif stop.is_set():
         result.problems.append(Problem(f"{transport.noun} {node}", "interrupted"))
@@ -237,7 +237,7 @@ def _ask(
     return result
 
 
-def find_answer(output: str) -> dict[str, Any] | None:
+def _find_answer(output: str) -> dict[str, Any] | None:
     """Return the JSON object of a collector on the last line of `output` that is one; containers print around it."""
     for line in reversed(output.rsplit("\n", _MAX_LINES)):
         if line.startswith("{"):
