@@ -11,7 +11,7 @@ from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from sglang_crashkit.incident.store import StoredIncident
+    from sglang_crashkit.incident.store import StoredIncident, StoredSteps
 
 _LAST = 20
 _EXAMPLES = """\
@@ -51,16 +51,9 @@ def print_steps(
         from sglang_crashkit.analysis.ranks import rank_at
 
         divergence = find_divergence(RankSteps(rank_at(one.ranks), one.steps, one.pid) for one in everyone)
-    names = [one.title.rpartition("scheduler_")[2] for one in everyone]
-    # All are meant where no rank is named.
-    wanted = {*(rank or "").upper().replace("_", " ").split()}
-    shown = [
-        one
-        for one, name in zip(everyone, names, strict=True)
-        if wanted <= {*name.upper().split("_")} or rank == str(one.pid)
-    ]
+    shown = [one for one in everyone if rank is None or _is_meant(one, rank)]
     if not shown:
-        first, *others = names
+        first, *others = (one.title.rpartition("scheduler_")[2] for one in everyone)
         more = f"   # or {', '.join(others)}" if others else ""
         raise UsageError(f"there is no rank {rank}", next_step=f"--rank {first}{more}")
     if as_json:
@@ -85,3 +78,8 @@ def print_steps(
 
     say(*step_lines(shown, divergence.step if divergence is not None else None, last))
     return ExitCode.DONE
+
+
+def _is_meant(one: StoredSteps, rank: str) -> bool:
+    words = one.title.rpartition("scheduler_")[2].upper().split("_")
+    return {*rank.upper().replace("_", " ").split()} <= {*words} or rank == str(one.pid)
