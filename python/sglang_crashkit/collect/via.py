@@ -49,7 +49,7 @@ def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
     Raises:
         UsageError: there is no such command here, it names no host, or a host's name is invalid.
     """
-    words = words_of(template)
+    words = _words_of(template)
     if not hosts:
         raise UsageError("there is no host in the list", next_step="--hosts A,B")
     for host in hosts:
@@ -66,8 +66,8 @@ def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
         # The words after the first may hold a secret.
         identity={"via": program},
         log=f"{program}.log",
-        look=lambda node: shlex.join(command_on(words, node, ["true"])),
-        argv=functools.partial(command_on, words),
+        look=lambda node: shlex.join(_command_on(words, node, ["true"])),
+        argv=functools.partial(_command_on, words),
         # A question that ssh asks would get no answer in a window.
         environ={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
     )
@@ -114,14 +114,14 @@ def job_via(name: str, container: str | None = None) -> Transport:
         identity={"job": name},
         log="srun.log",
         look=lambda node: f"scontrol show node {node}",
-        argv=functools.partial(command_on, [*words, f"--job-name={step}"]),
+        argv=functools.partial(_command_on, [*words, f"--job-name={step}"]),
         environ=client_environ(os.environ),
         # Killing srun does not end what it has started on a node.
         give_up=lambda node: _cancel(number, step.replace(_HOST, node)),
     )
 
 
-def command_on(template: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
+def _command_on(template: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
     """Return the arguments that run `command` on a host, by the words of a template."""
     words, quoted = [word.replace(_HOST, host) for word in template], shlex.join(command)
     if any(_COMMAND in word for word in words):
@@ -129,12 +129,8 @@ def command_on(template: Sequence[str], host: str, command: Sequence[str]) -> li
     return [*words, quoted] if Path(words[0]).name == _JOINING else [*words, *command]
 
 
-def words_of(template: str) -> list[str]:
-    """Return the words of a template; see `hosts_via`.
-
-    Raises:
-        UsageError: there is no such command here, or it says nowhere which host.
-    """
+def _words_of(template: str) -> list[str]:
+    """Return the words of a template; UsageError: there is no such command here, or it says nowhere which host."""
     try:
         words = shlex.split(template)
     except ValueError as error:
