@@ -104,11 +104,6 @@ class DiskLimits:
     #: Older ones go when a new one comes; 0 for any age.
     max_age_secs: float = _setting("SGLANG_CRASHKIT_MAX_AGE_DAYS", _DAYS, 0.0)
 
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> DiskLimits:
-        """Read them from `environ`; a value that cannot be read counts as unset."""
-        return cls(**_read_fields(cls, environ))
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -164,7 +159,7 @@ class Settings:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the settings from `environ`."""
-        return cls(**_read_fields(cls, environ), disk=DiskLimits.from_environ(environ))
+        return cls(**_read_fields(cls, environ), disk=DiskLimits(**_read_fields(DiskLimits, environ)))
 
 
 #: The variables that a user sets, each with what it may hold; a launch warns of any other (see `unknown_variables`).

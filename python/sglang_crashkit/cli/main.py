@@ -112,7 +112,13 @@ def _run(argv: Sequence[str]) -> int:
         with terminable():
             return int(load_command(args.command).run(args))
     except (CrashkitError, OSError) as raised:
-        error = raised if isinstance(raised, CrashkitError) else _of_the_system(raised)
+        if isinstance(raised, CrashkitError):
+            error = raised
+        else:
+            # What the system refused is told with the name of the thing.
+            name = str(raised.filename or "")
+            told = f"{name[:200]}: {raised.strerror}" if name else str(raised.strerror or raised)
+            error = CrashkitError(told, next_step=f"ls -ld {shlex.quote(name[:200])}" if name else None)
         if getattr(args, "json", False):
             failure = {"error": error.message, "next": error.next_step}
             say_json(failure | {"exit_code": int(error.exit_code)})
@@ -123,13 +129,6 @@ def _run(argv: Sequence[str]) -> int:
         return int(ExitCode.TERMINATED if isinstance(error, Terminated) else ExitCode.INTERRUPTED)
     finally:
         guard_reads(None)
-
-
-def _of_the_system(error: OSError) -> CrashkitError:
-    """Return what the system refused as one error that names the thing."""
-    name = str(error.filename or "")
-    told = f"{name[:200]}: {error.strerror}" if name else str(error.strerror or error)
-    return CrashkitError(told, next_step=f"ls -ld {shlex.quote(name[:200])}" if name else None)
 
 
 class Terminated(KeyboardInterrupt):

@@ -133,7 +133,18 @@ class Collection:
             due = time.monotonic() + self._plan.interval_secs
             self._tell(f"snapshot {number} of {self._plan.snapshots}")
             self._take_snapshot()
-        self._read_steps()
+        # The steps of all ranks at once, for the ranks go on; then they are compared, and written to files.
+        ranks, read_at = [one for one in self.collected if one.process.role == "scheduler"], time.monotonic()
+        steps = {one.process.pid: _steps_of(one.process.pid, one.process.start_ticks) for one in ranks}
+        for one in ranks:
+            if its := steps[one.process.pid]:
+                self._write(one, "steps", "".join(json.dumps(step.to_json()) + "\n" for step in its), "jsonl")
+        seen = [one for one in self.rounds[-1].processes if one.role == "scheduler"]
+        noted = [RankSteps(rank_of(one), steps.get(one.pid, ()), one.pid) for one in seen]
+        # Of another server that is not patched nothing is to be said.
+        patched = {dict(one.rank.scope).get("server") for one in noted if one.steps}
+        noted = [one for one in noted if dict(one.rank.scope).get("server") in patched]
+        self.divergence = find_divergence(noted, Moment(read_at, "it was looked at", read_at))
         self._write_account()
 
     def _write_account(self) -> None:
@@ -163,6 +174,11 @@ class Collection:
 
     def to_json(self, status: ExitCode, found: Discovery, *, whole: bool) -> dict[str, Any]:
         """Return it as JSON values; `whole`: with what is in the files, see `gather`."""
+        texts = dict[str, str]()
+        for name in [SUMMARY, VERDICT, *(name for one in self.collected for name in one.files)] if whole else ():
+            # One that was interrupted has not all of them.
+            with contextlib.suppress(OSError):
+                texts[name] = (self._plan.output / name).read_text(errors="replace")
         return {
             "exit_code": int(status),
             "host": self.host,
@@ -177,32 +193,8 @@ class Collection:
                 {"job_id": place and place.job_id, "node": place and place.node, "pids": list(pids)}
                 for place, pids in found.elsewhere.items()
             ],
-            **({"rounds": [one.to_json() for one in self.rounds], "texts": self._texts()} if whole else {}),
+            **({"rounds": [one.to_json() for one in self.rounds], "texts": texts} if whole else {}),
         }
-
-    def _texts(self) -> dict[str, str]:
-        """Return what is in each text file, by its name."""
-        texts = dict[str, str]()
-        for name in [SUMMARY, VERDICT, *(name for one in self.collected for name in one.files)]:
-            # One that was interrupted has not all of them.
-            with contextlib.suppress(OSError):
-                texts[name] = (self._plan.output / name).read_text(errors="replace")
-        return texts
-
-    def _read_steps(self) -> None:
-        """Compare the steps of the ranks, and write them to files."""
-        ranks, read_at = [one for one in self.collected if one.process.role == "scheduler"], time.monotonic()
-        # All at once, for the ranks go on.
-        steps = {one.process.pid: _steps_of(one.process.pid, one.process.start_ticks) for one in ranks}
-        for one in ranks:
-            if its := steps[one.process.pid]:
-                self._write(one, "steps", "".join(json.dumps(step.to_json()) + "\n" for step in its), "jsonl")
-        seen = [one for one in self.rounds[-1].processes if one.role == "scheduler"]
-        noted = [RankSteps(rank_of(one), steps.get(one.pid, ()), one.pid) for one in seen]
-        # Of another server that is not patched nothing is to be said.
-        patched = {dict(one.rank.scope).get("server") for one in noted if one.steps}
-        noted = [one for one in noted if dict(one.rank.scope).get("server") in patched]
-        self.divergence = find_divergence(noted, Moment(read_at, "it was looked at", read_at))
 
     def debug(self, within_secs: float | None = None) -> None:
         """Run the debugger, if that is planned, all together within `within_secs` seconds; see `take_snapshots`.
@@ -211,17 +203,6 @@ class Collection:
         """
         if not self._plan.native:
             return
-        by_pid = self._without_those_spared()
-        if not by_pid:
-            return
-        self._tell(f"{self._tool} of {len(by_pid)} processes")
-        limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
-        processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
-        debug_all(self._cuda_gdb, processes, TOOL_SECS, lambda pid, it: self._take_in(by_pid[pid], it), limit)
-        self._write_account()
-
-    def _without_those_spared(self) -> dict[int, Collected]:
-        """Return those that the debugger is for, by pid; of each other one its file says why it is not."""
         systems: dict[object, set[int]] = {}
         for one in self.collected:
             # The servers of a prefill and decode pair hang together, so they are one.
@@ -229,20 +210,33 @@ class Collection:
             systems.setdefault(system, set()).add(one.process.pid)
         reasons: dict[int, str] = {}
         for pids in systems.values():
-            reasons |= dict.fromkeys(pids, _why_spared(self.judged(pids)[0]))
+            verdict, _case = self.judged(pids)
+            # A debugger adds harm and no knowledge where there is no question left.
+            reason = "the verdict is established without it" if verdict.level == "established" else ""
+            if verdict.kind in ("no_incident", "busy") and verdict.level != "unknown":
+                reason = "no hang is seen"
+            reasons |= dict.fromkeys(pids, reason)
         for one in self.collected:
             if reason := reasons[one.process.pid]:
                 one.debugged = Debugged(self._tool, problem=f"not run: {reason}")
                 self._write_debugged(one)
-        if all(reasons.values()):
+        by_pid = {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
+        if not by_pid:
             self.skipped = "; ".join(dict.fromkeys(reasons.values()))
-        return {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
+            return
+        self._tell(f"{self._tool} of {len(by_pid)} processes")
+        limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
+        processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
+        debug_all(self._cuda_gdb, processes, TOOL_SECS, lambda pid, it: self._take_in(by_pid[pid], it), limit)
+        self._write_account()
 
     def _take_snapshot(self) -> None:
         began, started = clock.now(), time.monotonic()
         # The limit is for all rounds: a py-spy that hangs, hangs in each.
         secs = max(_LEAST_SECS, TOOL_SECS - self._stacks_secs)
-        python = [one.process for one in self.collected if _is_python(one.process)]
+        processes = [one.process for one in self.collected]
+        # Those that are there, and run Python.
+        python = [one for one in processes if procfs.read_stat(one.pid, one.start_ticks) and procfs.is_python(one.pid)]
         sockets = {one.pid: socket_of(one.server if one.server is not None else one.pid) for one in python}
         folders = {pid: path.parent for pid, path in sockets.items() if path is not None}
         taken = {one.pid: one for one in capture_all({one.pid: one.start_ticks for one in python}, folders, secs)}
@@ -288,11 +282,6 @@ class Collection:
         write_private(self._plan.output / name, redact_text(text).encode(errors="backslashreplace"))
         if name not in one.files:
             one.files.append(name)
-
-
-def _is_python(process: FoundProcess) -> bool:
-    """Say whether it is there, and runs Python."""
-    return procfs.read_stat(process.pid, process.start_ticks) is not None and procfs.is_python(process.pid)
 
 
 def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample:
@@ -353,13 +342,6 @@ def _stacks(rounds: Sequence[NodeSnapshot]) -> Iterator[Stack]:
         if time < last.get(sample.host, time) and sample.role in {"scheduler", *NEEDED}
     ]
     yield from stacks_in(NodeSnapshot("", 0.0, tuple(gone)))
-
-
-def _why_spared(verdict: Verdict) -> str:
-    """Return why a debugger would add harm and no knowledge, empty where there is a question left."""
-    if verdict.kind in ("no_incident", "busy") and verdict.level != "unknown":
-        return "no hang is seen"
-    return "the verdict is established without it" if verdict.level == "established" else ""
 
 
 def name_of(user: int) -> str:

@@ -228,7 +228,7 @@ def _ask(
         write_private(folder / transport.log, errors.encode(errors="backslashreplace"))
     if done.status is None:
         transport.give_up(node)
-    if (document := find_answer(done.text)) is not None:
+    if (document := _find_answer(done.text)) is not None:
         _take_in(result, document, f"{transport.noun} {node}")
     elif stop.is_set():
         result.problems.append(Problem(f"{transport.noun} {node}", "interrupted"))
@@ -237,7 +237,7 @@ def _ask(
     return result
 
 
-def find_answer(output: str) -> dict[str, Any] | None:
+def _find_answer(output: str) -> dict[str, Any] | None:
     """Return the JSON object of a collector on the last line of `output` that is one; containers print around it."""
     for line in reversed(output.rsplit("\n", _MAX_LINES)):
         if line.startswith("{"):
@@ -278,7 +278,10 @@ def _take_in(result: NodeResult, document: Mapping[str, Any], name: str) -> None
         texts, snapshots = document.get("texts", {}), document.get("snapshots", [])
         of_processes = [file for process in document.get("processes", []) for file in process["files"]]
         result.files = tuple(dict.fromkeys(map(str, (*snapshots, *of_processes, *texts))))
-        result.rounds += (_renamed(snapshot.from_json(entry), result.node) for entry in document.get("rounds", []))
+        for one in map(snapshot.from_json, document.get("rounds", [])):
+            # By the name by which its node is reached, which in a container is not the host's name.
+            processes = tuple(replace(process, host=result.node) for process in one.processes)
+            result.rounds.append(replace(one, host=result.node, processes=processes))
         files = dict(zip(snapshots, (one.to_json() for one in result.rounds), strict=True))
         for file in (*files, *texts):
             if not _FILE_NAME.fullmatch(file):
@@ -295,8 +298,3 @@ def _take_in(result: NodeResult, document: Mapping[str, Any], name: str) -> None
     # Where there is nothing to collect, that is the answer.
     if "error" in document and status != ExitCode.NOTHING:
         result.problems.append(Problem(name, str(document["error"]), str(document.get("next") or "")))
-
-
-def _renamed(one: NodeSnapshot, node: str) -> NodeSnapshot:
-    """Return a snapshot with the name by which its node is reached, which in a container is not the host's name."""
-    return replace(one, host=node, processes=tuple(replace(process, host=node) for process in one.processes))

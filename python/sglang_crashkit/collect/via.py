@@ -49,7 +49,7 @@ def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
     Raises:
         UsageError: there is no such command here, it names no host, or a host's name is invalid.
     """
-    words = words_of(template)
+    words = _words_of(template)
     if not hosts:
         raise UsageError("there is no host in the list", next_step="--hosts A,B")
     for host in hosts:
@@ -66,8 +66,8 @@ def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
         # The words after the first may hold a secret.
         identity={"via": program},
         log=f"{program}.log",
-        look=lambda node: shlex.join(command_on(words, node, ["true"])),
-        argv=functools.partial(command_on, words),
+        look=lambda node: shlex.join(_command_on(words, node, ["true"])),
+        argv=functools.partial(_command_on, words),
         # A question that ssh asks would get no answer in a window.
         environ={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
     )
@@ -83,7 +83,24 @@ def job_via(name: str, container: str | None = None) -> Transport:
         NothingToDoError: there is no such job, or it does not run.
         CrashkitError: Slurm is not here or does not answer.
     """
-    number, nodes = _find_job(name)
+    if not _JOB_ID.fullmatch(name):
+        raise UsageError(f"{name!r} is not the id of a Slurm job", next_step="squeue --me")
+    done = _ask_slurm("squeue", "--noheader", "--states=all", f"--jobs={name}", f"--format={_JOB_FORMAT}")
+    lines = [line.strip().split("|", 3) for line in done.text.splitlines() if line.count("|") >= 3]
+    if done.status and "Invalid job id" not in done.errors:
+        raise CrashkitError(f"squeue says nothing of job {name}: {_last_line(done.errors)}", next_step="scontrol ping")
+    if not lines:
+        raise NothingToDoError(f"Slurm knows no job {name}, or no longer", next_step="squeue --me")
+    if len(lines) > 1:
+        parts = ", ".join(shown for _number, shown, _state, _nodes in lines[:8])
+        raise UsageError(f"job {name} is {len(lines)} jobs: {parts}", next_step=f"name one: --slurm-job {lines[0][1]}")
+    number, _shown, state, listed = lines[0]
+    if state != "RUNNING" or not listed:
+        raise NothingToDoError(f"job {name} does not run: {state}", next_step=f"scontrol show job {name}")
+    # The list of nodes is as in ``n[1-2],m7``.
+    done = _ask_slurm("scontrol", "show", "hostnames", listed)
+    if done.status or not (nodes := tuple(done.text.split())):
+        raise CrashkitError(f"scontrol cannot read the list of nodes {listed}: {_last_line(done.errors)}")
     words = ["srun", "--overlap", f"--jobid={number}", f"--nodelist={_HOST}", "--nodes=1", "--ntasks=1"]
     if container is not None:
         # Pyxis runs it inside the container where one of that name runs, in the namespaces of the workers.
@@ -97,14 +114,14 @@ def job_via(name: str, container: str | None = None) -> Transport:
         identity={"job": name},
         log="srun.log",
         look=lambda node: f"scontrol show node {node}",
-        argv=functools.partial(command_on, [*words, f"--job-name={step}"]),
+        argv=functools.partial(_command_on, [*words, f"--job-name={step}"]),
         environ=client_environ(os.environ),
         # Killing srun does not end what it has started on a node.
         give_up=lambda node: _cancel(number, step.replace(_HOST, node)),
     )
 
 
-def command_on(template: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
+def _command_on(template: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
     """Return the arguments that run `command` on a host, by the words of a template."""
     words, quoted = [word.replace(_HOST, host) for word in template], shlex.join(command)
     if any(_COMMAND in word for word in words):
@@ -112,12 +129,8 @@ def command_on(template: Sequence[str], host: str, command: Sequence[str]) -> li
     return [*words, quoted] if Path(words[0]).name == _JOINING else [*words, *command]
 
 
-def words_of(template: str) -> list[str]:
-    """Return the words of a template; see `hosts_via`.
-
-    Raises:
-        UsageError: there is no such command here, or it says nowhere which host.
-    """
+def _words_of(template: str) -> list[str]:
+    """Return the words of a template; UsageError: there is no such command here, or it says nowhere which host."""
     try:
         words = shlex.split(template)
     except ValueError as error:
@@ -141,29 +154,6 @@ def words_of(template: str) -> list[str]:
         # A question gets no answer, and an empty password is a failed log-in. The first word on an option holds.
         words[1:1] = ["-o", "BatchMode=yes"]
     return words
-
-
-def _find_job(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return the number that srun takes of the running job `name`, and its nodes in Slurm's order; see `job_via`."""
-    if not _JOB_ID.fullmatch(name):
-        raise UsageError(f"{name!r} is not the id of a Slurm job", next_step="squeue --me")
-    done = _ask_slurm("squeue", "--noheader", "--states=all", f"--jobs={name}", f"--format={_JOB_FORMAT}")
-    lines = [line.strip().split("|", 3) for line in done.text.splitlines() if line.count("|") >= 3]
-    if done.status and "Invalid job id" not in done.errors:
-        raise CrashkitError(f"squeue says nothing of job {name}: {_last_line(done.errors)}", next_step="scontrol ping")
-    if not lines:
-        raise NothingToDoError(f"Slurm knows no job {name}, or no longer", next_step="squeue --me")
-    if len(lines) > 1:
-        parts = ", ".join(shown for _number, shown, _state, _nodes in lines[:8])
-        raise UsageError(f"job {name} is {len(lines)} jobs: {parts}", next_step=f"name one: --slurm-job {lines[0][1]}")
-    number, _shown, state, nodes = lines[0]
-    if state != "RUNNING" or not nodes:
-        raise NothingToDoError(f"job {name} does not run: {state}", next_step=f"scontrol show job {name}")
-    # The list of nodes is as in ``n[1-2],m7``.
-    done = _ask_slurm("scontrol", "show", "hostnames", nodes)
-    if done.status or not done.text.split():
-        raise CrashkitError(f"scontrol cannot read the list of nodes {nodes}: {_last_line(done.errors)}")
-    return number, tuple(done.text.split())
 
 
 def _cancel(number: str, step: str) -> None:

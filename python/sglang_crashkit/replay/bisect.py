@@ -83,7 +83,14 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
         trials.close()
         result.starts = trials.starts
         if result.requests:
-            _write_reproducer(plan.folder, result)
+            write_json(plan.folder / REPRODUCER, asdict(result))
+            send = f"curl -sS --data-binary @- -H 'Content-Type: application/json' \"$1{result.path}\" &"
+            # On its standard input: an argument holds 128 KiB.
+            bodies = [f"printf '%s' {shlex.quote(json.dumps(body))} | {send}" for body in result.requests]
+            usage = ': "${1:?usage: reproduce.sh http://HOST:PORT}"'
+            script = plan.folder / SCRIPT
+            write_private(script, "\n".join(["#!/bin/sh", usage, *bodies, "wait", ""]).encode())
+            script.chmod(0o700)
     return result
 
 
@@ -177,16 +184,6 @@ def _as_far_as_kept(request: StoredRequest) -> StoredRequest:
     if "text" not in body and "input_ids" not in body:
         body = {name: value for name, value in body.items() if name not in _PROMPTS} | {"text": _STAND_IN}
     return replace(request, body=body)
-
-
-def _write_reproducer(folder: Path, result: Result) -> None:
-    write_json(folder / REPRODUCER, asdict(result))
-    send = f"curl -sS --data-binary @- -H 'Content-Type: application/json' \"$1{result.path}\" &"
-    # On its standard input: an argument holds 128 KiB.
-    bodies = [f"printf '%s' {shlex.quote(json.dumps(body))} | {send}" for body in result.requests]
-    usage = ': "${1:?usage: reproduce.sh http://HOST:PORT}"'
-    write_private(folder / SCRIPT, "\n".join(["#!/bin/sh", usage, *bodies, "wait", ""]).encode())
-    (folder / SCRIPT).chmod(0o700)
 
 
 class _Trials:

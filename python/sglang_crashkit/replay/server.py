@@ -175,7 +175,12 @@ class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
     def __init__(self, command: list[str], folder: Path) -> None:
         self.folder = folder
         self.address = Address("http", _HOST, 0)  # where it answers, once it is started
-        self._command = _without_replaced(command)
+        self._command, skip = list[str](), False
+        for word in command:
+            name, equals, _value = word.partition("=")
+            if not skip and name not in _REPLACED:
+                self._command.append(word)
+            skip = not skip and name in _REPLACED and not equals
         self._crash_folder = folder / "crash"
         self._popen: subprocess.Popen[bytes] | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -322,16 +327,6 @@ class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
 
     def __exit__(self, *_error: object) -> None:
         self.end()
-
-
-def _without_replaced(words: list[str]) -> list[str]:
-    kept, skip = [], False
-    for word in words:
-        name, equals, _value = word.partition("=")
-        if not skip and name not in _REPLACED:
-            kept.append(word)
-        skip = not skip and name in _REPLACED and not equals
-    return kept
 
 
 def _free_port() -> int:

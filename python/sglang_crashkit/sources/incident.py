@@ -34,7 +34,7 @@ from sglang_crashkit.model.event import (
     Suspect,
     Watched,
 )
-from sglang_crashkit.model.incident import Incident, Look, ProcessReport, Verdict, Xid
+from sglang_crashkit.model.incident import Gpus, Incident, Look, ProcessReport, Verdict
 from sglang_crashkit.model.incident_log import LOG, MAX_BYTES, reduce
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
@@ -152,8 +152,20 @@ class _Incident:
 
     def events(self) -> Iterator[Event]:
         """Yield all events, in their order."""
-        yield self._arguments()
-        if ready := seconds_of(self._incident.surroundings.ready_since or self._environment.get("ready_since")):
+        about = self._incident.surroundings
+        parallel = {
+            name if name in ("nnodes", "node_rank") else f"{name}_size": size for name, size in about.parallel.items()
+        }
+        values: dict[str, Any] = {**parallel, "model_path": about.model or None}
+        if not (told := mapping_of(self._environment.get("arguments"))):
+            values |= _options(str(self._environment.get("command_line") or ""))
+        values |= told
+        yield Arguments(
+            at=seconds_of(about.started) or 0.0,
+            values={name.replace("-", "_"): value for name, value in values.items() if value is not None},
+            release=self._incident.server.sglang_version,
+        )
+        if ready := seconds_of(about.ready_since or self._environment.get("ready_since")):
             yield Stage(at=ready, name="ready", is_done=True)
         if self._incident.verdict is not None:
             yield self._watched()
@@ -170,21 +182,6 @@ class _Incident:
                     # A process that its cgroup freezes sleeps; the function of the kernel's tells it from others.
                     sample = replace(sample, wchan=sample.wchan or str((one.state or {}).get("wchan") or ""))
                     yield Stack(at=sample.time or self._opened, who=name_of(one), sample=sample)
-
-    def _arguments(self) -> Arguments:
-        about = self._incident.surroundings
-        parallel = {
-            name if name in ("nnodes", "node_rank") else f"{name}_size": size for name, size in about.parallel.items()
-        }
-        values: dict[str, Any] = {**parallel, "model_path": about.model or None}
-        if not (told := mapping_of(self._environment.get("arguments"))):
-            values |= _options(str(self._environment.get("command_line") or ""))
-        values |= told
-        return Arguments(
-            at=seconds_of(about.started) or 0.0,
-            values={name.replace("-", "_"): value for name, value in values.items() if value is not None},
-            release=self._incident.server.sglang_version,
-        )
 
     # -- who failed, and of what
 
@@ -289,15 +286,20 @@ class _Incident:
     # -- what the host says
 
     def _host(self) -> Iterator[Kernel]:
-        first, error = self._first, self._error
+        first, error, gpus = self._first, self._error, self._incident.gpus or Gpus()
         signal = first.exit.signal if first is not None and first.exit is not None else None
         # By these ends, and with these exceptions, no GPU failed.
         is_of_no_gpu = signal == "SIGKILL" or signal in _ORDERLY or (error and _OF_NO_GPU.fullmatch(error.type))
-        for event in self._incident.gpus.xids if self._incident.gpus is not None else ():
+        placed = {one.pid for device in gpus.devices for one in device.processes}
+        are_placed = placed.issuperset(one.pid for one in self._incident.processes if one.is_rank)
+        for event in gpus.xids:
+            its = next((device for device in gpus.devices if device.bus_id == event.bus_id), None)
+            # Only other programs have that GPU, while each rank is on another; one that fell off the bus lists none.
+            is_of_others = its is not None and bool(its.others) and not its.processes and are_placed
             holders = [one for one in event.processes if first is not None and one.pid == first.pid]
             may_fail = first is None or first.role not in _WITHOUT_GPU or bool(holders)
             is_old = self._opened and event.time < self._opened - _XID_SECS
-            if is_old or is_of_no_gpu or not may_fail or self._is_of_others(event):
+            if is_old or is_of_no_gpu or not may_fail or is_of_others:
                 continue
             is_sure = any(one.level == "established" for one in holders)
             is_own = first is not None and is_sure and (error is None or _TELLS_OF_GPU.match(error.text))
@@ -308,15 +310,6 @@ class _Incident:
         used, total = memory.used_bytes, memory.total_bytes
         if used is not None and total and used / total >= _FULL:
             yield Kernel(kind="shm_full", text=f"the shared memory is {used / total:.0%} full")
-
-    def _is_of_others(self, event: Xid) -> bool:
-        """Return whether an Xid error is of a GPU that only other programs have, while each rank is on another."""
-        devices = self._incident.gpus.devices if self._incident.gpus is not None else []
-        placed = {one.pid for device in devices for one in device.processes}
-        its = next((device for device in devices if device.bus_id == event.bus_id), None)
-        ranks = [one.pid for one in self._incident.processes if one.is_rank]
-        # A GPU that fell off the bus lists no process.
-        return its is not None and bool(its.others) and not its.processes and placed.issuperset(ranks)
 
     # -- what steps, flight recorders and requests show
 

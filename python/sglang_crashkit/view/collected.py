@@ -40,19 +40,16 @@ def summary(rounds: Sequence[NodeSnapshot], verdict: Verdict, divergence: Diverg
         thread = sample.main_thread
         frames = tuple(map(str, thread.frames[:_MAX_FRAMES])) if thread is not None else ()
         groups.setdefault((sample.state, frames), []).append(sample)
-    processes = [
-        Section(f"{_names(samples)}: {_state(samples[0])}", frames or [samples[0].problem or "no Python frame"])
-        for (_letter, frames), samples in groups.items()
-    ]
+    processes = []
+    for (_letter, frames), samples in groups.items():
+        ranks = [sample for sample in samples if sample.ranks]
+        told = RankSet(map(rank_of, ranks))
+        names = [told.format(hide=[place for place in told.places() if place[0] == "server"])] if ranks else []
+        names += (f"{one.title} (pid {one.pid})" for one in samples if not one.ranks)
+        title = f"{', '.join(names)}: {_state(samples[0])}"
+        processes.append(Section(title, frames or [samples[0].problem or "no Python frame"]))
     parts = [Section("Processes", parts=processes)]
     return Section(f"{verdict.kind} ({verdict.level})", lines, f"**{verdict.headline}**", parts)
-
-
-def _names(samples: Sequence[Sample]) -> str:
-    ranks = [sample for sample in samples if sample.ranks]
-    told = RankSet(map(rank_of, ranks))
-    names = [told.format(hide=[place for place in told.places() if place[0] == "server"])] if ranks else []
-    return ", ".join([*names, *(f"{one.title} (pid {one.pid})" for one in samples if not one.ranks)])
 
 
 def _state(moment: Sample) -> str:

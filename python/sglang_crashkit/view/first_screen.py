@@ -83,7 +83,7 @@ class _Screen:
 
     def headline(self, most: int) -> list[str]:
         """Return who failed of what, in `most` lines at most, what became of the server, and what it cost."""
-        what, behind = self._what(), "; ".join([*self._end(), *self._lost()])
+        what, behind = self._what(), "; ".join(self._outcome())
         if self._kind in _BY_DEATH and len(f"{what}; {behind}") > WIDTH:
             what = what.partition(":")[0]
         told = "; ".join(filter(None, (what, behind)))
@@ -115,7 +115,8 @@ class _Screen:
         text = words.one_line(words.without_build_paths(self._names.shorten(self._basis))).rstrip(".")
         return text[:1].upper() + text[1:]
 
-    def _end(self) -> Iterator[str]:
+    def _outcome(self) -> Iterator[str]:
+        requests = self._incident.requests
         events = {one.event: one for one in reversed(self._incident.timeline)}
         end, back = events.get("server_exited"), events.get("progress_returned")
         if back is not None:
@@ -126,11 +127,8 @@ class _Screen:
                 yield f"server killed by {signal}" if signal else f"exit status {code}"
         elif self._ends_with is not None:
             yield f"exit status {self._ends_with}"
-        elif self._incident.requests.reason == SERVER_WENT_ON:
+        elif requests.reason == SERVER_WENT_ON:
             yield "the server was left running"
-
-    def _lost(self) -> Iterator[str]:
-        requests = self._incident.requests
         if self._incident.failed_at_start:
             yield "it was not ready yet"
         elif requests.counts is not None:

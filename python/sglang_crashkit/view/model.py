@@ -61,8 +61,14 @@ def facts(incident: Incident) -> Iterator[tuple[str, str]]:
     yield "SGLang", f"{server.sglang_version}, main process {server.pid}, crash kit {server.kit_version}"
     yield from surroundings(incident.surroundings)
     yield "requests", words.requests(incident.requests)
-    if incident.suspects:
-        yield "suspect", _suspect(incident)
+    if suspects := incident.suspects:
+        left_out, told = incident.suspects_left_out, words.suspect(incident, _MAX_NAMES)
+        if words.undecided(incident):
+            told += f"; {len(suspects) if left_out else 'all'} in incident.json"
+        else:
+            told += f"; {len(suspects) - 1} more in incident.json" if suspects[1:] else ""
+            told += f"; {left_out:,} more are not listed" if left_out else ""
+        yield "suspect", told
     if fault is not None and fault.count != 1:
         short = f"; in short: incident {fault.repeats} has the stacks of all processes" if fault.repeats else ""
         yield "seen", f"the same fault {fault.count} times since {fault.first}{short}"
@@ -100,16 +106,6 @@ def surroundings(known: Surroundings) -> Iterator[tuple[str, str]]:
     ):
         if text := ", ".join(parts):
             yield label, text
-
-
-def _suspect(incident: Incident) -> str:
-    """Return which of the suspects is suspected most, and why; or that nothing is between them."""
-    suspects, left_out = incident.suspects, incident.suspects_left_out
-    told = words.suspect(incident, _MAX_NAMES)
-    if words.undecided(incident):
-        return f"{told}; {len(suspects) if left_out else 'all'} in incident.json"
-    others = f"; {len(suspects) - 1} more in incident.json" if suspects[1:] else ""
-    return f"{told}{others}" + (f"; {left_out:,} more are not listed" if left_out else "")
 
 
 # -- what was found

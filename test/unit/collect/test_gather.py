@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 
 from sglang_crashkit.capture.tools import ToolRun
 from sglang_crashkit.collect import gather as gathering
-from sglang_crashkit.collect.gather import Gathered, find_answer, gather, why_silent
+from sglang_crashkit.collect.gather import Gathered, gather, why_silent
 from sglang_crashkit.collect.via import hosts_via, job_via
 from sglang_crashkit.errors import UsageError
 from unit.secret_forms import FORMS, holds_secret
@@ -115,17 +114,6 @@ def test_the_step_of_a_node_that_is_given_up_is_cancelled_alone(slurm: Path) -> 
     (slurm / "steps").write_text(f"7.1|{steps['n1']}\n7.2|{steps['n2']}\n7.3|another\n")
     job.give_up("n2")
     assert (slurm / "cancelled").read_text() == "--signal=KILL 7.2\n"
-
-
-def test_the_answer_is_found_amid_what_a_container_prints() -> None:
-    answer = {"exit_code": 1, "nested": {"exit_code": 0}, "text": "}\n{"}
-    printed = f"== PyTorch ==\n{{not json}}\n{{}}\n{json.dumps(answer)}\nbye {{}}\n{{}}\n"
-    assert find_answer(printed) == answer
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "nothing", '{"other": 1}', "{" * 100_000, '{"exit_code": 0'])
-def test_what_is_no_answer_is_not_taken_for_one(text: str) -> None:
-    assert find_answer(text) is None
 
 
 #: A node that answers.

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from sglang_crashkit.collect.via import command_on, hosts_via, words_of
+from sglang_crashkit.collect.via import hosts_via
 from sglang_crashkit.errors import UsageError
 
 #: With a blank, a quote and what a shell would replace.
@@ -34,7 +34,7 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_command_is_words_or_one_word_for_a_shell(template: str, expected: list[str]) -> None:
-    assert command_on(words_of(template), "h-0", KIT) == expected
+    assert hosts_via(template, ["h-0"]).argv("h-0", KIT) == expected
 
 
 @pytest.mark.parametrize("host", ["h", "gpu_a-01.example.org", "me@h", "[::1]", "fe80::1%eth0", "h+1:22"])
@@ -48,17 +48,3 @@ def test_a_hosts_name_may_be_any_that_is_in_use(host: str) -> None:
 def test_what_is_no_hosts_name_is_given_to_no_command(host: str) -> None:
     with pytest.raises(UsageError, match="is not the name of a host"):
         hosts_via("ssh {host}", ["well", host])
-
-
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        ("", "does not say where the host's name goes"),
-        ("{host}", "does not say where the host's name goes"),
-        ("ssh {node}", "does not say where the host's name goes"),
-        ("ssh '{host}", "No closing quotation"),
-    ],
-)
-def test_what_reaches_no_host_is_refused(template: str, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        hosts_via(template, ["a"])

@@ -87,7 +87,7 @@ def test_prompts_are_there_only_where_they_are_asked_for(ranks: Path) -> None:
 
 
 def test_what_others_wrote_becomes_text_and_nothing_else(tmp_path: Path) -> None:
-    text = render(hostile(tmp_path))
+    text = render(hostile(tmp_path), prompts=True)
     page = Page(text)
     assert {tag for tag, _attrs in page.elements} <= ELEMENTS
     for tag, attrs in page.elements:
@@ -99,8 +99,7 @@ def test_what_others_wrote_becomes_text_and_nothing_else(tmp_path: Path) -> None
     assert "javascript:window.ran" in ALL_HOSTILE
     assert "javascript:window.ran" in page.text
     assert "{{ 12345 * 54321 }}" in page.text
-    for hidden in "\0\x07\x1b\x9b\u2028\u2029\u202e\u2066\u200b\udcff\U000e0041":
-        assert hidden not in text, ascii(hidden)
+    assert {char for char in text if not char.isprintable() and char not in "\n\t"} == set()
     assert "\\u202egnp.exe\\u202c" in page.text
     assert "escape red" not in page.text
     assert "escapered" in page.text
@@ -224,5 +223,5 @@ def test_the_file_is_for_its_owner_alone(ranks: Path, tmp_path: Path) -> None:
     assert PROMPT in output.read_text()
     assert output.stat().st_mode & 0o777 == 0o600
     assert output.read_text().startswith("<!doctype html>")
-    with pytest.raises(CrashkitError, match="nowhere"):
+    with pytest.raises(CrashkitError, match=r"nowhere/page\.html cannot be written: No such file"):
         write_html(ranks, tmp_path / "nowhere" / "page.html")

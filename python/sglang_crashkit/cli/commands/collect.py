@@ -129,7 +129,17 @@ def _host_names(text: str) -> list[str]:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Wait, collect, and print what there is."""
-    wait_secs, output = _read_config(args)
+    from sglang_crashkit.capture.debug_config import DebugConfig, expand_output, read_debug_config
+
+    # The command line counts for more than the file.
+    config = DebugConfig(enabled=True, wait_seconds=0) if args.config is None else read_debug_config(args.config)
+    if not config.enabled:
+        raise NothingToDoError(
+            f"debug.enabled is not true in {args.config}, so nothing is collected",
+            next_step="set it, or leave --config out",
+        )
+    wait_secs = config.wait_seconds if args.wait_seconds is None else args.wait_seconds
+    output = expand_output(args.output_dir or config.output_dir, args.log_dir)
     if args.native is None:
         args.native = args.config is not None
     if args.slurm_job is not None or args.via is not None or args.hosts is not None:
@@ -309,20 +319,6 @@ def _remote_command(args: argparse.Namespace) -> list[str]:
     command += [f"--{name.replace('_', '-')}" for name in ("all", "any_user") if getattr(args, name)]
     command += [f"--user={args.user}"] if args.user is not None else []
     return [*command, "--native" if args.native else "--no-native"]
-
-
-def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
-    """Return how long to wait, in seconds, and the output folder: the command line's, else the file's."""
-    from sglang_crashkit.capture.debug_config import DebugConfig, expand_output, read_debug_config
-
-    config = DebugConfig(enabled=True, wait_seconds=0) if args.config is None else read_debug_config(args.config)
-    if not config.enabled:
-        raise NothingToDoError(
-            f"debug.enabled is not true in {args.config}, so nothing is collected",
-            next_step="set it, or leave --config out",
-        )
-    wait_secs = config.wait_seconds if args.wait_seconds is None else args.wait_seconds
-    return wait_secs, expand_output(args.output_dir or config.output_dir, args.log_dir)
 
 
 def _require_one_server(found: Discovery) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_crashkit.cli.arguments import duration, positive
 from sglang_crashkit.cli.output import say, say_json
@@ -16,9 +16,6 @@ from sglang_crashkit.errors import WHAT_DIR_IS, ExitCode, NothingToDoError
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name, unreadable_error
 from sglang_crashkit.model.checked_json import mappings_of
-
-if TYPE_CHECKING:
-    from sglang_crashkit.model.incident import Incident
 
 #: What the index of each folder has of each fault.
 Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
@@ -138,6 +135,7 @@ def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> Iterator[st
 
 def _row(incident: StoredIncident, total: object) -> tuple[str, ...]:
     """Return its line, with how often its fault was seen."""
+    from sglang_crashkit.incident.names import Names
     from sglang_crashkit.view.words import cut
 
     name = parse_name(incident.path.absolute().name)
@@ -146,23 +144,13 @@ def _row(incident: StoredIncident, total: object) -> tuple[str, ...]:
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(name.seconds))
     if incident.document is None:
         return (name.id, moment, kind, "-", incident.problem, "-", "-")
-    counts = incident.incident.requests.counts
+    told = incident.incident
+    verdict, cause, counts = told.verdict, told.cause, told.requests.counts
+    who = ", ".join(f"{peer.role} {peer.address}" for peer in told.peers[:1]) or "-"
+    if verdict is not None and verdict.first_failure is not None:
+        who = Names(told).short(verdict.first_failure)
+    # Without a cause, what the verdict says.
+    why = f"{verdict.text} [{verdict.level}]" if verdict is not None and verdict.text else "-"
+    why = f"{cause.kind} ({cause.level})" if cause is not None else why
     lost = str(counts.unfinished) if counts is not None else "-"
-    told = (_who(incident.incident), cut(_cause_of(incident.incident), _WIDEST), lost)
-    return (name.id, moment, kind, *told, str(total) if isinstance(total, int) else "-")
-
-
-def _who(incident: Incident) -> str:
-    from sglang_crashkit.incident.names import Names
-
-    if incident.verdict is not None and incident.verdict.first_failure is not None:
-        return Names(incident).short(incident.verdict.first_failure)
-    return ", ".join(f"{peer.role} {peer.address}" for peer in incident.peers[:1]) or "-"
-
-
-def _cause_of(incident: Incident) -> str:
-    """Return the class of the cause with its level, what the verdict says if there is no cause."""
-    cause, verdict = incident.cause, incident.verdict
-    if cause is not None:
-        return f"{cause.kind} ({cause.level})"
-    return f"{verdict.text} [{verdict.level}]" if verdict is not None and verdict.text else "-"
+    return (name.id, moment, kind, who, cut(why, _WIDEST), lost, str(total) if isinstance(total, int) else "-")

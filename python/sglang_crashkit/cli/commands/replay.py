@@ -15,7 +15,6 @@ from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 if TYPE_CHECKING:
     from sglang_crashkit.incident.requests import StoredRequest
     from sglang_crashkit.incident.store import StoredIncident
-    from sglang_crashkit.replay.server import Answer
 
 _EXAMPLE = """examples:
   sglang-crashkit replay /crash --only 4f1c --url http://127.0.0.1:30000
@@ -65,49 +64,42 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Send them; PARTIAL where not all were answered or found, or where the server of --serve failed."""
     from sglang_crashkit.incident.requests import read_requests
     from sglang_crashkit.kernel.server_address import Address
-    from sglang_crashkit.replay.server import MAX_GAP_SECS, send_all
+    from sglang_crashkit.replay.server import MAX_GAP_SECS, OwnServer, send_all
 
     if args.bisect and (args.url is not None or args.only):
         raise UsageError("--bisect tries all requests on servers of its own", next_step="give it --serve alone")
     incident = find_incident(args.incident, args.folder)
-    if args.bisect:
-        return _bisect(args, incident)
-    chosen = _chosen(read_requests(incident), args.only)
-    if args.url is None:
-        return _serve(args, incident, chosen)
-    answers = send_all(Address.parse(args.url), chosen, args.request_secs, max_gap_secs=MAX_GAP_SECS)
-    _tell(answers, args)
-    return ExitCode.DONE if len(answers) == len(chosen) and _all_taken(answers) else ExitCode.PARTIAL
-
-
-def _all_taken(answers: list[Answer]) -> bool:
-    return all(one.status is not None and not one.is_refused for one in answers)
-
-
-def _folder_of(args: argparse.Namespace, incident: StoredIncident) -> Path:
     folder: Path = args.output_dir or Path(f"replay-{incident.incident.id}")
-    return folder.absolute()
-
-
-def _serve(args: argparse.Namespace, incident: StoredIncident, chosen: list[StoredRequest]) -> ExitCode:
-    from sglang_crashkit.replay.server import MAX_GAP_SECS, OwnServer
-
-    with OwnServer(args.serve, _folder_of(args, incident)) as server:
-        server.start(args.ready_secs, tell)
-        tried = server.try_requests(chosen, incident.incident, args.request_secs, MAX_GAP_SECS)
-    _tell(tried.answers, args)
-    path = str(tried.incident.path) if tried.incident is not None else None
-    if args.json:
-        say_json({"outcome": tried.outcome, "is_same": tried.is_same, "incident": path})
+    if args.bisect:
+        return _bisect(args, incident, folder.absolute())
+    chosen, tried = _chosen(read_requests(incident), args.only), None
+    if args.url is not None:
+        answers = send_all(Address.parse(args.url), chosen, args.request_secs, max_gap_secs=MAX_GAP_SECS)
+        is_whole = len(answers) == len(chosen)
     else:
-        say(tried.outcome, *([f"incident: {path}"] if path else []))
-    return ExitCode.DONE if tried.serves_on and _all_taken(tried.answers) else ExitCode.PARTIAL
+        with OwnServer(args.serve, folder.absolute()) as server:
+            server.start(args.ready_secs, tell)
+            tried = server.try_requests(chosen, incident.incident, args.request_secs, MAX_GAP_SECS)
+        answers, is_whole = tried.answers, tried.serves_on
+    for answer in answers:
+        if args.json:
+            say_json(vars(answer))
+        else:
+            said = f"status {answer.status}" if answer.status is not None else "no answer"
+            say(f"{answer.rid}: {said} after {answer.secs:.2f} s" + (f": {answer.problem}" if answer.problem else ""))
+    if tried is not None:
+        path = str(tried.incident.path) if tried.incident is not None else None
+        if args.json:
+            say_json({"outcome": tried.outcome, "is_same": tried.is_same, "incident": path})
+        else:
+            say(tried.outcome, *([f"incident: {path}"] if path else []))
+    are_taken = all(one.status is not None and not one.is_refused for one in answers)
+    return ExitCode.DONE if is_whole and are_taken else ExitCode.PARTIAL
 
 
-def _bisect(args: argparse.Namespace, incident: StoredIncident) -> ExitCode:
+def _bisect(args: argparse.Namespace, incident: StoredIncident, folder: Path) -> ExitCode:
     from sglang_crashkit.replay.bisect import SCRIPT, Plan, bisect
 
-    folder = _folder_of(args, incident)
     plan = Plan(args.serve, folder, args.starts, args.ready_secs, args.request_secs)
     result = bisect(incident, plan, tell)
     if args.json:
@@ -138,12 +130,3 @@ def _chosen(requests: list[StoredRequest], wanted: list[str] | None) -> list[Sto
     if not found:
         raise NothingToDoError("none of the requests that were asked for can be sent", next_step="leave out --only")
     return found
-
-
-def _tell(answers: list[Answer], args: argparse.Namespace) -> None:
-    for answer in answers:
-        if args.json:
-            say_json(vars(answer))
-        else:
-            said = f"status {answer.status}" if answer.status is not None else "no answer"
-            say(f"{answer.rid}: {said} after {answer.secs:.2f} s" + (f": {answer.problem}" if answer.problem else ""))

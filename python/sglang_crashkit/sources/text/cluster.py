@@ -20,7 +20,7 @@ _EVENT = re.compile(
     r"|\S+(?P<seen> \(x\d+ over \S+\))? +\S+) +(?P<text>\S.{0,600})$"
 )
 _EVENTS = re.compile(r" *(?:LAST SEEN +TYPE +REASON|Type +Reason +Age)\b")
-_PODS = re.compile(r"NAME +READY +STATUS")
+PODS = re.compile(r"NAME +READY +STATUS")
 _ROW = re.compile(r"(\S{1,200}) +\d+/\d+ +(\S{1,60}) +(\d{1,9})(?: \([^)]*\))? +\S+")
 _WHOLE, _SIZE = re.compile(r"-?\d{1,9}", re.ASCII), re.compile(r"\d{1,9}(?:\.\d{1,4})?")
 _GPU_HEAD = re.compile(
@@ -31,13 +31,13 @@ _GPU_USE = re.compile(
     r"\|(?:.{0,40}? (?P<watts>\d{1,4})W / *(?P<most>\d{1,4})W|.{0,80}?) *\| *(\d+)MiB / *(\d+)MiB *\| *(\d+|N/A|ERR!)"
 )
 _INSPECTED = re.compile(rb'\s*(?:\[\s*\{\s*"Id"|\{\s*"Status")')
-#: The head of a query, which names its columns.
-_QUERY = re.compile(
+#: The head of ``nvidia-smi --query-gpu --format=csv``, which names its columns.
+QUERY = re.compile(
     r"(?=.{0,400}\b(?:index|memory\.used|utilization\.gpu)\b)[a-z_.]{4,40}(?: \[\S{1,5}\])?"
     r"(?:, ?[a-z_.]{2,60}(?: \[\S{1,5}\])?){1,40}$"
 )
 #: Headings and cells by which a file is known to be one of these.
-_KUBECTL, _SMI = ("Containers:", "Last State:", "Restart Count:"), "NVIDIA-SMI"
+_KUBECTL, SMI = ("Containers:", "Last State:", "Restart Count:"), "NVIDIA-SMI"
 
 
 def is_description(lines: Sequence[str]) -> bool:
@@ -114,27 +114,12 @@ def inspected(data: bytes) -> Iterator[Event]:
         )
 
 
-def is_pod_table(lines: Sequence[str]) -> bool:
-    """Return whether lines are what ``kubectl get pods`` prints."""
-    return any(_PODS.match(line) for line in lines[:20])
-
-
-def is_smi(lines: Sequence[str]) -> bool:
-    """Return whether lines hold a table of ``nvidia-smi``."""
-    return any(_SMI in line for line in lines[:400])
-
-
-def is_query(lines: Sequence[str]) -> bool:
-    """Return whether lines are what ``nvidia-smi --query-gpu --format=csv`` prints."""
-    return any(_QUERY.match(line) for line in lines[:20])
-
-
 def queried_gpus_of(lines: Sequence[str]) -> Iterator[Event]:
     """Yield the GPUs of ``nvidia-smi --query-gpu --format=csv``, of several samples the last."""
     found, names = dict[int, Gpu](), list[str]()
     for line in lines:
         cells = [cell.strip() for cell in line.split(",")]
-        if _QUERY.match(line):
+        if QUERY.match(line):
             names = [cell.partition(" ")[0] for cell in cells]
         elif len(cells) == len(names):
             told = dict(zip(names, cells, strict=True))

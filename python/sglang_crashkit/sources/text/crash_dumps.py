@@ -82,18 +82,9 @@ def events_of(data: bytes) -> Iterator[Event]:
     if values:
         plain = {name: one for name, one in values.items() if isinstance(one, str | int | float | bool)}
         yield Arguments(values={name: one[:_MAX_VALUE] if isinstance(one, str) else one for name, one in plain.items()})
-    yield _requests(document["requests"][:_MAX_REQUESTS])
-
-
-def _fields(value: object) -> dict[str, Any]:
-    found = value.fields if isinstance(value, _Shell) else value
-    return found if isinstance(found, dict) else {}
-
-
-def _requests(requests: list[Any]) -> Dumped:
     unfinished: list[tuple[int, str]] = []
     finished = 0
-    for one in requests:
+    for one in document["requests"][:_MAX_REQUESTS]:
         if not isinstance(one, tuple) or len(one) < 2:
             continue
         asked, answer = _fields(one[0]), _fields(one[1])
@@ -105,4 +96,9 @@ def _requests(requests: list[Any]) -> Dumped:
             unfinished.append((size, str(asked.get("rid") or "a request")[:80]))
     unfinished.sort(reverse=True)
     told = ", ".join(f"{rid} (about {size} prompt tokens)" for size, rid in unfinished[:_MAX_TOLD])
-    return Dumped(unfinished=len(unfinished), finished=finished, text=told)
+    yield Dumped(unfinished=len(unfinished), finished=finished, text=told)
+
+
+def _fields(value: object) -> dict[str, Any]:
+    found = value.fields if isinstance(value, _Shell) else value
+    return found if isinstance(found, dict) else {}

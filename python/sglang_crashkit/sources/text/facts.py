@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 from sglang_crashkit.model.event import LineLevel
@@ -175,11 +174,15 @@ def subject_of(text: str) -> str:
 
 def arguments_of(text: str) -> dict[str, Any] | None:
     """Return the arguments in a line with ``server_args=ServerArgs(…)`` or a command line of a server, or None."""
-    place = text.find("ServerArgs(")
+    place, found = text.find("ServerArgs("), dict[str, Any]()
     if place >= 0:
-        return dict(_fields(text[place + len("ServerArgs(") :][:_MAX_ARGUMENTS]))
+        fields = text[place + len("ServerArgs(") :][:_MAX_ARGUMENTS]
+        starts = list(_ARGUMENT.finditer(fields))
+        for match, following in zip(starts, [*starts[1:], None], strict=False):
+            value = fields[match.end() : following.start() if following else len(fields)]
+            found[match[1]] = _value(value if following else value.rstrip().removesuffix(")"))
+        return found
     if "sglang.launch_server" in text or "sglang serve" in text:
-        found = {}
         for name, value in _OPTION.findall(text[:_MAX_ARGUMENTS]):
             name = name.replace("-", "_")
             found[_ALIASES.get(name, name)] = _value(value) if value else True
@@ -191,13 +194,6 @@ def release_of(text: str) -> str:
     """Return SGLang's release where a line says it; empty where it does not."""
     match = _RELEASE.search(text[:600])
     return match[1] if match else ""
-
-
-def _fields(text: str) -> Iterator[tuple[str, Any]]:
-    starts = list(_ARGUMENT.finditer(text))
-    for match, following in zip(starts, [*starts[1:], None], strict=False):
-        value = text[match.end() : following.start() if following else len(text)]
-        yield match[1], _value(value if following else value.rstrip().removesuffix(")"))
 
 
 def _value(text: str) -> Any:

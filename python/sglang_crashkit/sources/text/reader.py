@@ -20,6 +20,7 @@ import msgspec
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.kernel.private_files import files_below, open_regular
+from sglang_crashkit.model import snapshot
 from sglang_crashkit.model.event import (
     Arguments,
     Collective,
@@ -321,11 +322,15 @@ class _File:
     def _special(self, head: bytes, opened: BinaryIO) -> bool:
         """Read a file that is no text by lines; return whether it was one."""
         dump = partial(recorders.collectives_of, path=self.path)
+
+        def look(data: bytes) -> Iterable[Event]:
+            return snapshots.stacks_in(snapshot.parse(data))
+
         # What is JSON takes many times its size.
         forms: tuple[tuple[bool, str, Callable[[bytes], Iterable[Event]], int], ...] = (
             (recorders.is_dump(head), "a dump of a flight recorder", dump, MAX_BYTES),
             (crash_dumps.is_dump(head), "a dump of requests", crash_dumps.events_of, _MAX_WHOLE),
-            (snapshots.is_snapshot(head), "a snapshot of collect", snapshots.stacks_of, _MAX_WHOLE),
+            (bool(snapshots.HEAD.match(head)), "a snapshot of collect", look, _MAX_WHOLE),
             (cluster.is_inspection(head), "what Docker says about a container", cluster.inspected, _MAX_JSON),
             (bool(_PYSPY.match(head)) and b'"frames"' in head, "stacks of py-spy", _pyspy_stacks, _MAX_JSON),
         )
@@ -356,12 +361,12 @@ class _File:
         self.has_own_clock = any(_OWN.match(line) for line in bare)
         every = [*bare, *(carrier.strip(line).text for line in text.splitlines()[_HEAD:])]
         for is_it, events_of, lines in (
-            (cluster.is_description, cluster.containers_of, every),
-            (cluster.is_pod_table, cluster.pods_of, bare),
-            (cluster.is_smi, cluster.gpus_of, bare),
-            (cluster.is_query, cluster.queried_gpus_of, bare),
+            (cluster.is_description(bare), cluster.containers_of, every),
+            (any(map(cluster.PODS.match, bare[:20])), cluster.pods_of, bare),
+            (any(cluster.SMI in line for line in bare), cluster.gpus_of, bare),
+            (any(map(cluster.QUERY.match, bare[:20])), cluster.queried_gpus_of, bare),
         ):
-            for event in events_of(lines) if is_it(bare) else ():
+            for event in events_of(lines) if is_it else ():
                 self._add("", msgspec.structs.replace(event, order=self.order, source=self._source()))
 
         @lru_cache(maxsize=_MAX_LINES)
@@ -704,7 +709,8 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
     for one, own in programs.items():
         arguments = next((event.values for event in own if isinstance(event, Arguments) and event.values), {})
         side = str(arguments.get("disaggregation_mode") or "")
-        sides[one] = side if side in ("prefill", "decode") else _side_in(names[one])
+        named = [each for each in ("prefill", "decode") if each in names[one].lower()]
+        sides[one] = side if side in ("prefill", "decode") else named[0] if len(named) == 1 else ""
         said[one] = sides[one] or _side_said(own)
         if isinstance(count := arguments.get("nnodes"), int) and count > 1:
             nodes[one] = f"node {arguments.get('node_rank') or 0}"
@@ -714,19 +720,16 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
         sides = said
     if len({(nodes[one], sides[one]) for one in serving}) < len(serving):
         nodes |= {one: nodes[one] or names[one] for one in serving}
-    for one, own in programs.items():
-        yield from (_clean(event, nodes[one], sides[one]) for event in own)
-
-
-def _clean(event: Event, node: str, side: str) -> Event:
-    """Return an event with its place and without secrets: what is told of it may be cut, wrapped or put into a link."""
-    fields: dict[str, Any] = {"node": node, "side": side} if node or side else {}
-    fields |= {name: redact_text(text) for name in ("text", "said") if (text := getattr(event, name, ""))}
-    if isinstance(event, Raised):
-        fields["chain"] = tuple(msgspec.structs.replace(one, text=redact_text(one.text)) for one in event.chain)
-    if isinstance(event, Arguments):
-        fields["values"] = redact_json(event.values)
-    return msgspec.structs.replace(event, **fields) if fields else event
+    for one, event in ((one, event) for one, own in programs.items() for event in own):
+        place: dict[str, Any] = {"node": nodes[one], "side": sides[one]} if nodes[one] or sides[one] else {}
+        # What is told of it may be cut, wrapped or put into a link, so secrets are taken out here.
+        fields = place | {name: redact_text(text) for name in ("text", "said") if (text := getattr(event, name, ""))}
+        if isinstance(event, Raised):
+            errors = (msgspec.structs.replace(error, text=redact_text(error.text)) for error in event.chain)
+            fields["chain"] = tuple(errors)
+        if isinstance(event, Arguments):
+            fields["values"] = redact_json(event.values)
+        yield msgspec.structs.replace(event, **fields) if fields else event
 
 
 def _side_said(events: Sequence[Event]) -> str:
@@ -734,8 +737,3 @@ def _side_said(events: Sequence[Event]) -> str:
     texts = (getattr(event, "text", "") for event in events)
     said = {one for text in texts if (match := _OF_SIDE.match(text)) for one in match.groups() if one}
     return said.pop().lower() if len(said) == 1 else ""
-
-
-def _side_in(name: str) -> str:
-    found = [side for side in ("prefill", "decode") if side in name.lower()]
-    return found[0] if len(found) == 1 else ""

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sglang_crashkit.model.event import Collective
 from sglang_crashkit.model.flight_dump import Entry, FlightDumpError, parse_document, parse_dump
@@ -34,7 +33,16 @@ def collectives_of(data: bytes, path: Path) -> Iterator[Collective]:
     if data[:1] == b"\x80":
         dump = parse_dump(data)
     else:
-        document = _document(data)
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise FlightDumpError(f"no JSON: {error}") from None
+        if not isinstance(document, dict):
+            raise FlightDumpError("no dump of a flight recorder")
+        for entry in document.get("entries") or ():
+            if isinstance(entry, dict) and isinstance(entry.get("process_group"), list):
+                # A pair in a pickle is a list in JSON.
+                entry["process_group"] = tuple(entry["process_group"])
         rank = document["rank"] if isinstance(document.get("rank"), int) else rank
         dump = parse_document(document)
     by_group: dict[str, list[Entry]] = {}
@@ -52,17 +60,3 @@ def collectives_of(data: bytes, path: Path) -> Iterator[Collective]:
             sizes=" ".join(str(list(shape)) for shape in entry.input_sizes[:4])[:120],
             rank=rank,
         )
-
-
-def _document(data: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FlightDumpError(f"no JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise FlightDumpError("no dump of a flight recorder")
-    for entry in document.get("entries") or ():
-        if isinstance(entry, dict) and isinstance(entry.get("process_group"), list):
-            # A pair in a pickle is a list in JSON.
-            entry["process_group"] = tuple(entry["process_group"])
-    return document

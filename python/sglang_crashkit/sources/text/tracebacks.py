@@ -26,6 +26,8 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
+#: How a line of a log begins; the lines of a message, as those of C++, begin otherwise.
+_LOGGED = ("[20", "INFO", "WARNING", "ERROR", "Process ", "Exception in thread", "20", "$ ")
 _MAX_FRAMES, _MAX_TEXT, _MAX_CHAIN, _MAX_TEXT_LINES, _MAX_CODE = 300, 4000, 8, 60, 160
 
 
@@ -96,7 +98,7 @@ class Traceback:
         if not stripped:
             self.blank += 1
             return self.blank <= 2
-        if line[:1] in " \t" or (len(self.text) < _MAX_TEXT_LINES and not self.blank and _is_text(line)):
+        if line[:1] in " \t" or (len(self.text) < _MAX_TEXT_LINES and not self.blank and not line.startswith(_LOGGED)):
             self.blank = 0
             if len(self.text) < _MAX_TEXT_LINES:
                 self.text.append(line)
@@ -176,8 +178,3 @@ def bare_exception(line: str) -> tuple[str, str] | None:
     if match is None or not match["text"] or is_word or not match[1].endswith(_ENDINGS):
         return None
     return match[1], match["text"]
-
-
-def _is_text(line: str) -> bool:
-    # The message goes on, as those of C++ do; a line of a log does not.
-    return not line.startswith(("[20", "INFO", "WARNING", "ERROR", "Process ", "Exception in thread", "20", "$ "))

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,32 @@ from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import find_processes
 from sglang_crashkit.kernel.procfs import TreeScanner, is_running, read_title
 from sglang_crashkit.model.snapshot import parse
-from unit.cli.conftest import GDB
 from unit.support.command import Cli
 from unit.support.targets import SLEEPER, TITLE, functions_of, settle, settle_in_sleep, state_of
 from unit.support.waiting import LONG, child, wait_until
 
 QUICK = ("--snapshots", "2", "--interval", "0")
+#: A stand-in for a debugger: it leaves a mark where it ran, and says which process it was asked for.
+GDB = '#!/bin/sh\ntouch "$0.ran"\nwhile [ "$1" != -p ]; do shift; done\necho "asked for $2"\n'
+
+
+@pytest.fixture
+def rank() -> Iterator[int]:
+    """The pid of a scheduler's stand-in, in its sleep."""
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        yield process.pid
+
+
+@pytest.fixture
+def gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for cuda-gdb that is first on PATH."""
+    tool = tmp_path / "bin" / "cuda-gdb"
+    tool.parent.mkdir()
+    tool.write_text(GDB)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    return tool
 
 
 def command(*arguments: str) -> list[str]:

@@ -92,7 +92,8 @@ def answer(*looks: Sample, **fields: Any) -> dict[str, Any]:
 
 
 def does_print(document: object) -> str:
-    return f"print({json.dumps(document)!r})"
+    """Return the script of a host that answers, amid what its container prints."""
+    return f"print('== PyTorch ==\\n{{not json}}'); print({json.dumps(document)!r}); print('bye {{}}\\n{{}}')"
 
 
 STOPPED = replace(POD_RANK, title="sglang::scheduler_TP1", ranks={"tp": 1}, state="T")
@@ -188,10 +189,11 @@ def test_each_host_is_asked_for_files_by_the_users_command(hosts: Hosts) -> None
         (REFUSES, "with status 255 and without a result: me@bad: Permission denied"),
         ("print('Welcome'); print('{no json')", "with status 0 and without a result: {no json"),
         ("print('[]'); sys.exit(1)", "with status 1 and without a result: []"),
+        ("print('{\"a\":' * 100_000)", 'with status 0 and without a result: "a":{"a":'),
         ("raise SystemExit('x' * 9999)", f"without a result: {'x' * 300}"),
         ("import os; os.kill(os.getpid(), 9)", "with status -9 and without a result"),
     ],
-    ids=["hangs", "wants a password", "junk", "no object", "long", "killed"],
+    ids=["hangs", "wants a password", "junk", "no object", "deep", "long", "killed"],
 )
 def test_a_host_without_an_answer_is_named_beside_the_others(hosts: Hosts, script: str, why: str) -> None:
     # The others are to answer within that, too.
@@ -241,7 +243,10 @@ def test_hosts_may_be_the_lines_of_a_file(hosts: Hosts, cli: Cli, listed: str) -
         (["--via=sh {host}"], "--hosts is missing"),
         (["--hosts=a"], "--via is missing"),
         (["--via=sh {host}", "--hosts= , "], "there is no host in the list"),
-        (["--via=sh", "--hosts=a"], "does not say where the host's name goes"),
+        (["--via=sh {node}", "--hosts=a"], "does not say where the host's name goes"),
+        (["--via={host}", "--hosts=a"], "does not say where the host's name goes"),
+        (["--via=", "--hosts=a"], "does not say where the host's name goes"),
+        (["--via=sh '{host}", "--hosts=a"], "No closing quotation"),
         (["--via=/no/such {host}", "--hosts=a"], "there is no command /no/such here"),
         (["--via=sh {host}", "--hosts=a", "--pid=1"], "--pid names a process of one machine"),
         (["--via=sh {host}", "--hosts=a", "--container-name=x"], "is for a Slurm job"),
