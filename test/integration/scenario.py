@@ -232,6 +232,15 @@ def stopped(*pids: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
+def states_until_gone(pid: int) -> str:
+    """Return the state letters of a process, one every 5 ms, once it is dead."""
+    states = []
+    while (state := state_of(pid)) not in ("", "Z", "X"):
+        states.append(state)
+        time.sleep(0.005)
+    return "".join(states)
+
+
 def wait_in_flight(server: ManagedProcess, rids: Collection[str], log_from: int) -> None:
     """Wait until a server has taken in all of these requests and its schedulers have them; see `worked_on`."""
     # Of one that no one may trace only root can read the journal. SGLang as published has none.
