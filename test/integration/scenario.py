@@ -96,7 +96,7 @@ class Wreck:
 
     @property
     def incident(self) -> dict[str, Any]:
-        assert len(self.incidents) == 1, f"{len(self.incidents)} incidents: {[str(p) for p, _ in self.incidents]}"
+        assert len(self.incidents) == 1, f"{[str(path) for path, _ in self.incidents]}\n{self.log[-3000:]}"
         return self.incidents[0][1]
 
     @property

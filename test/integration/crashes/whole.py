@@ -18,20 +18,16 @@ End = tuple[str, str | None]
 
 def assert_whole(left: Wreck, ends: Mapping[str, End] | None = None) -> None:
     """The only incident is complete, and misses no process, no stack, no end (`ends`: by title) and no request."""
-    struck = {pid_of(left.members, title): end for title, end in (ends or {}).items()}
-    assert_misses_nothing(left.incident, left.folder, left.members, struck, left.sent)
-
-
-def assert_misses_nothing(
-    incident: dict[str, Any], folder: Path, members: Sequence[Member], struck: Mapping[int, End], sent: Sequence[Sent]
-) -> None:
-    """An incident is complete, and misses no process, no stack, no end (`struck`: by pid) and no request."""
+    incident, struck = left.incident, {pid_of(left.members, title): end for title, end in (ends or {}).items()}
     assert incident["complete"] is True
-    assert_present(incident, members)
-    assert_titled(incident, members)
-    assert_told(incident, folder, struck)
+    assert_present(incident, left.members)
+    # Each of SGLang's own processes has the title that it had before.
+    own = {member.pid: member.title for member in left.members if member.title.startswith("sglang::") and member.lasts}
+    found = {process["pid"]: process["title"] for process in incident["processes"] if process["pid"] in own}
+    assert found.items() <= own.items()
+    assert_told(incident, left.folder, struck)
     assert_ends(incident, struck)
-    assert_requests(incident, folder, sent)
+    assert_requests(incident, left.folder, left.sent)
 
 
 def pid_of(members: Iterable[Member], title: str) -> int:
@@ -44,13 +40,6 @@ def assert_present(incident: dict[str, Any], members: Iterable[Member]) -> None:
     """Each process that the server had is in the incident."""
     there = {process["pid"]: process["title"] for process in incident["processes"]}
     assert [member for member in members if member.lasts and member.pid not in there] == [], there
-
-
-def assert_titled(incident: dict[str, Any], members: Iterable[Member]) -> None:
-    """Each of SGLang's own processes has the title that it had before."""
-    own = {member.pid: member.title for member in members if member.title.startswith("sglang::") and member.lasts}
-    found = {process["pid"]: process["title"] for process in incident["processes"] if process["pid"] in own}
-    assert found.items() <= own.items()
 
 
 def assert_told(incident: dict[str, Any], folder: Path, struck: Collection[int] = ()) -> None:
