@@ -6,8 +6,8 @@
         server.wait_ready()
         docker.run("stop", server.name)
 
-The image is empty, but for `upstream_image`. What a server runs is this machine's own, and the lane, mounted read-only
-at the same places.
+The image is empty, but in `test_images`. What a server runs is this machine's own, and the lane, mounted read-only at
+the same places.
 """
 
 from __future__ import annotations

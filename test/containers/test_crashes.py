@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from containers.docker_host import DockerHost
-from containers.left import TP0, TP1, after_the_next_start, begin, report_of, stack_of, the_incident
-from integration.faults import RAISE_SIGNAL, write_site
+from containers.left import after_the_next_start, begin, report_of, stack_of, the_incident
+from integration.faults import RAISE_SIGNAL, TP0, TP1, write_site
 from lanelib.lanes import ensure_lane
 from sglang_crashkit.incident.exit_status import ServerExit
 

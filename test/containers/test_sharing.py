@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from containers.docker_host import DockerHost
-from containers.left import DETOKENIZER, SCHEDULER, after_the_next_start, begin, incidents_of, report_of, the_incident
+from containers.left import after_the_next_start, begin, incidents_of, report_of, the_incident
 from integration.crashes.test_process_1 import TWO
-from integration.scenario import shared_memory_of
+from integration.faults import DETOKENIZER
+from integration.scenario import SCHEDULER, shared_memory_of
 from lanelib.lanes import ensure_lane
 from lanelib.procs import title_of, tree_of
 from lanelib.servers import free_port, wait_all_ready

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from containers.docker_host import CRASH, Container, DockerHost
-from containers.left import DETOKENIZER, SCHEDULER, begin, stack_of, the_incident
+from containers.left import begin, stack_of, the_incident
+from integration.faults import DETOKENIZER
+from integration.scenario import SCHEDULER
 from lanelib.lanes import ensure_lane
 from sglang_crashkit.incident.exit_status import ServerExit
 from unit.support.small_disk import fill, mounted

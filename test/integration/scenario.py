@@ -157,7 +157,7 @@ def wreck(
     Where it breaks by itself once it works on them, its schedulers are held until all have arrived.
     """
     members = members_of(server)
-    pids = {member.title: member.pid for member in members if "::" in member.title}
+    pids = {member.title: member.pid for member in members if "::" in member.title and not member.is_fork}
     known = [member.process for member in members]
     known += [process for pid in handlers_of(server) if (process := read_process(pid)) is not None]
     sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]

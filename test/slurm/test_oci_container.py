@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from containers.docker_host import base_of
-from containers.left import SCHEDULER, stack_of, the_incident
-from integration.scenario import run_kit, serving
+from containers.left import stack_of, the_incident
+from integration.scenario import SCHEDULER, run_kit, serving
 from lanelib.lanes import ensure_lane
 from lanelib.paths import ROOT
 from sglang_crashkit.incident.exit_status import ServerExit

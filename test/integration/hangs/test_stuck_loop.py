@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from integration.crashes.test_several_tokenizers import PATIENT
 from integration.hangs.hang_story import HANG_SECS, LONG, QUIET_SECS, ask_later, events_of
-from integration.hangs.stuck_loop import DETOKENIZER, TOKENIZER, StuckLoop, Way
+from integration.import_hook import write_site
 from integration.scenario import serving, whole_incidents
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -20,6 +21,62 @@ from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
+#: ``spin`` uses its CPU; ``block`` waits in the kernel, as for a lock; ``rest`` is back in 3 s.
+Way = Literal["spin", "block", "rest"]
+#: Who hangs, by title: the main process, or a worker, as it takes in a prompt; the detokenizer at the tokens of one.
+TOKENIZER, DETOKENIZER = "tokenizer", "detokenizer"
+
+MODULES = ("sglang.srt.managers.tokenizer_manager", "sglang.srt.managers.detokenizer_manager")
+CODE = """
+import functools
+import os
+import time
+
+FOLDER = os.path.dirname(__file__)
+
+
+def stick(place):
+    path = os.path.join(FOLDER, place)
+    try:
+        with open(path) as file:
+            way = file.read()
+    except OSError:
+        return
+    if way == "spin":
+        while os.path.exists(path):
+            pass
+    elif way == "block":
+        with open(os.path.join(FOLDER, "fifo")):
+            pass
+    elif way == "rest":
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            # Another worker came by at the same moment, and rests.
+            return
+        time.sleep(3)
+
+
+def change(module):
+    if module.__name__.endswith("detokenizer_manager"):
+        kind, name = module.DetokenizerManager, "handle_batch_token_id_out"
+        handle = getattr(kind, name)
+
+        @functools.wraps(handle)
+        def changed(*args, **kwargs):
+            stick("detokenizer")
+            return handle(*args, **kwargs)
+    else:
+        kind, name = module.TokenizerManager, "_tokenize_one_request"
+        tokenize = getattr(kind, name)
+
+        @functools.wraps(tokenize)
+        async def changed(*args, **kwargs):
+            stick("tokenizer")
+            return await tokenize(*args, **kwargs)
+    setattr(kind, name, changed)
+
+"""
 WAYS: tuple[tuple[str, Way], ...] = (
     (TOKENIZER, "spin"),
     (TOKENIZER, "block"),
@@ -27,6 +84,30 @@ WAYS: tuple[tuple[str, Way], ...] = (
     (DETOKENIZER, "block"),
 )
 HOW = {TOKENIZER: "did not come back to its event loop for ", DETOKENIZER: "worked at one message for "}
+
+
+class StuckLoop:
+    """Makes processes of servers stuck that were started with its environment; it has a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.environ = write_site(folder, CODE, *MODULES)
+        os.mkfifo(folder / "fifo")
+
+    def stick(self, place: str, way: Way) -> None:
+        """Have the process that comes by next be stuck."""
+        scratch = self._folder / "next"
+        scratch.write_text(way)
+        scratch.rename(self._folder / place)
+
+    def release(self, place: str) -> None:
+        """Let it go on, and the process that comes by later."""
+        (self._folder / place).unlink(missing_ok=True)
+        try:
+            os.close(os.open(self._folder / "fifo", os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            # No one waits there.
+            return
 
 
 @dataclass

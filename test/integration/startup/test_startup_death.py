@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from integration.crashes.whole import assert_ends, assert_present, assert_told, times_of
 from integration.import_hook import write_site
-from integration.scenario import PATIENCE, SCHEDULER, Member, left_of, members_of, rank_that_starts, serving, start
+from integration.scenario import PATIENCE, SCHEDULER, Wreck, rank_that_starts, serving, start, wreck
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 from unit.support.server_driver import piece_of
@@ -41,19 +40,6 @@ signal.signal(signal.SIGALRM, fail)
 """
 #: What asks for its health sends it no request.
 NO_REQUEST = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-
-
-@dataclass(frozen=True)
-class Death:
-    """What a server left whose rank was killed while it started."""
-
-    pid: int  # the rank's
-    status: int  # the main process's exit status, negative for a signal
-    log: str  # what the server printed
-    incident: dict[str, Any]  # what ``incident.json`` holds
-    folder: Path  # where it lies
-    members: list[Member]  # each process that the server had before
-    left: list[str]  # processes of the server that were still there 5 s after its end
 
 
 @dataclass(frozen=True)
@@ -85,17 +71,12 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(scope="module")
-def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Death]:
+def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
+    """A server whose rank was killed while it started."""
     folder = tmp_path_factory.mktemp("crash")
     with start(case.release, folder, env=PATIENCE, **case.parallel) as server:
         pid = rank_that_starts(server, case.victim, TITLE_TIMEOUT_S)
-        members = members_of(server)
-        os.kill(pid, signal.SIGKILL)
-        status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
-        left = left_of([server], [member.process for member in members])
-        log = server.log_path.read_text(errors="replace")
-        path, document = only_incident(folder)
-        yield Death(pid, status, log, document, path, members, left)
+        return wreck(server, folder, lambda _server: os.kill(pid, signal.SIGKILL), requests=0)
 
 
 def only_incident(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -104,36 +85,38 @@ def only_incident(folder: Path) -> tuple[Path, dict[str, Any]]:
     return stored.path, stored.document
 
 
-def test_the_server_ends_and_nothing_of_it_is_left(death: Death) -> None:
+def test_the_server_ends_and_nothing_of_it_is_left(death: Wreck) -> None:
     assert death.status == ServerExit.KILLED
     assert death.left == []
 
 
-def test_the_log_names_the_rank_and_the_signal(case: Case, death: Death) -> None:
+def test_the_log_names_the_rank_and_the_signal(case: Case, death: Wreck) -> None:
     assert f"{case.name} died during initialization (exit code: -9)." in death.log
     # Killed within the quarter of a second after it set its title, it is known by its number.
-    names = (f"{case.name} ({case.victim}, pid {death.pid})", f"{case.name} (pid {death.pid})")
+    pid = death.pids[case.victim]
+    names = (f"{case.name} ({case.victim}, pid {pid})", f"{case.name} (pid {pid})")
     assert any(f"{name} was killed by SIGKILL" in death.log for name in names)
 
 
-def test_the_incident_names_the_rank_as_the_first_failure(case: Case, death: Death) -> None:
+def test_the_incident_names_the_rank_as_the_first_failure(case: Case, death: Wreck) -> None:
     verdict = death.incident["verdict"]
-    assert verdict["first_failure"]["pid"] == death.pid
+    assert verdict["first_failure"]["pid"] == death.pids[case.victim]
     assert verdict["first_failure"]["title"] in (case.victim, case.name)
     assert (verdict["kind"], verdict["level"]) == ("signal", "established")
 
 
-def test_the_incident_is_whole_soon_after_the_death(death: Death) -> None:
+def test_the_incident_is_whole_soon_after_the_death(death: Wreck) -> None:
     times = times_of(death.incident)
     assert times["incident_finished"] - times["process_exited"] < INCIDENT_S
     assert death.incident["requests"]["reason"] == "the server had not started to serve"
 
 
-def test_every_process_of_the_server_has_a_stack_or_ended(death: Death) -> None:
+def test_every_process_of_the_server_has_a_stack_or_ended(case: Case, death: Wreck) -> None:
+    ends = {death.pids[case.victim]: ("signal", "SIGKILL")}
     assert death.incident["complete"] is True
     assert_present(death.incident, death.members)
-    assert_told(death.incident, death.folder, [death.pid])
-    assert_ends(death.incident, {death.pid: ("signal", "SIGKILL")})
+    assert_told(death.incident, death.folder, ends)
+    assert_ends(death.incident, ends)
 
 
 @pytest.mark.matrix
