@@ -69,12 +69,6 @@ def whole_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def doctor(operated: Operated) -> tuple[int, dict[str, Any]]:
-    command = [operated.python, "-m", "sglang_crashkit", "doctor", "--pid", str(operated.server.pid), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.returncode, json.loads(done.stdout)
-
-
 def test_sglangs_own_metrics_tell_of_the_kit(operated: Operated) -> None:
     sign = "sglang_crashkit_rank_last_sign_timestamp_seconds"
     text = wait_until(
@@ -94,9 +88,11 @@ def test_the_file_says_the_same_to_node_exporter(operated: Operated) -> None:
 
 
 def test_the_doctor_finds_nothing_wrong(operated: Operated) -> None:
-    status, told = doctor(operated)
+    command = [operated.python, "-m", "sglang_crashkit", "doctor", "--pid", str(operated.server.pid), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    told = json.loads(done.stdout)
     problems = [finding for finding in told["findings"] if finding["level"] == "problem"]
-    assert (status, problems) == (0, [])
+    assert (done.returncode, problems) == (0, [])
     words = {finding["topic"]: finding["words"] for finding in told["findings"]}
     assert f"server {operated.server.pid} is watched by crash handler" in words["server"]
     topics = {finding["topic"]: finding["level"] for finding in told["findings"]}

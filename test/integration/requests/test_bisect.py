@@ -7,7 +7,6 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -237,27 +236,6 @@ def test_a_request_that_hangs_a_rank_is_found_by_itself(tmp_path: Path) -> None:
     assert result["rids"] == ["poison"]
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault that one request brings about."""
-
-    name: str  # the hook's
-    body: dict[str, Any]  # the request
-    kind: str  # the verdict's
-    takes_memory: bool = False  # more than there is in a small memory cgroup
-
-    def __str__(self) -> str:
-        return self.name
-
-
-FAULTS = (
-    Fault("token", guilty("poison", 11, 12), "exception"),
-    Fault("segv", guilty("poison", 12), "signal"),
-    # The group that counts the kill is one that the rank has just entered.
-    Fault("length", {**guilty("poison"), "input_ids": [9] * 300}, "signal", takes_memory=True),
-)
-
-
 @pytest.fixture
 def limited() -> Iterator[dict[str, str]]:
     """The environment in which what a long request takes is of a small memory cgroup."""
@@ -269,19 +247,27 @@ def limited() -> Iterator[dict[str, str]]:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.parametrize(
+    ("fault", "body", "kind"),
+    [
+        pytest.param("token", guilty("poison", 11, 12), "exception", id="token"),
+        pytest.param("segv", guilty("poison", 12), "signal", id="segv"),
+        # The group that counts the kill is one that the rank has just entered.
+        pytest.param("length", {**guilty("poison"), "input_ids": [9] * 300}, "signal", id="length"),
+    ],
+)
 def test_one_request_that_breaks_it_is_named_and_found(
-    tmp_path: Path, fault: Fault, request: pytest.FixtureRequest
+    tmp_path: Path, fault: str, body: dict[str, Any], kind: str, request: pytest.FixtureRequest
 ) -> None:
-    env = poisoned(tmp_path / "site", fault.name)
-    if fault.takes_memory:
+    env, takes_memory = poisoned(tmp_path / "site", fault), fault == "length"
+    if takes_memory:
         # Where no such group can be made, this one alone is skipped.
         env |= request.getfixturevalue("limited")
-    incident = crash(tmp_path / "crash", env, [*ordinary(12), fault.body, *ordinary(24)[12:]])
-    assert incident.document["verdict"]["kind"] == fault.kind
+    incident = crash(tmp_path / "crash", env, [*ordinary(12), body, *ordinary(24)[12:]])
+    assert incident.document["verdict"]["kind"] == kind
     # Where it is not known who killed it, no request is suspected.
     suspected = "poison" in [one["rid"] for one in incident.document["suspects"]]
-    assert suspected is not fault.takes_memory
+    assert suspected is not takes_memory
     result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "10")
     assert result["reproduced"], result
     assert result["rids"] == ["poison"]

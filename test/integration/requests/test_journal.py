@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from integration.faults import send
 from integration.scenario import EXIT_TIMEOUT_S, HANDLER, SCHEDULER, Wreck, run_in_lane, serving, wait_in_flight, wreck
 from lanelib.lanes import Lane
 from lanelib.servers import Server, opener
@@ -57,24 +58,29 @@ class Left:
     pid: int
 
 
-@pytest.fixture(scope="module", params=["main process", pytest.param("all processes", marks=pytest.mark.matrix)])
-def killed(request: pytest.FixtureRequest, lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+def kill_all(server: Server) -> None:
+    """Kill every process of a server at once; its crash handler excepted."""
+    for pid, title in server.processes():
+        if title != HANDLER:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(lambda server: os.kill(server.pid, signal.SIGKILL), id="main process"),
+        pytest.param(kill_all, marks=pytest.mark.matrix, id="all processes"),
+    ],
+)
+def killed(request: pytest.FixtureRequest, lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Left:
     """The main process was killed, or all processes at once."""
-    folder = tmp_path_factory.mktemp("crash")
-    faults: dict[str, Callable[[Server], None]] = {
-        "main process": lambda server: os.kill(server.pid, signal.SIGKILL),
-        "all processes": kill_all,
-    }
-    with serve(lane, folder) as server:
-        yield break_it(lane, server, folder, lambda: faults[request.param](server))
+    return break_it(lane, tmp_path_factory.mktemp("crash"), request.param)
 
 
 @pytest.fixture(scope="module")
-def crashed(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+def crashed(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Left:
     """A rank was killed, and the server saved its requests itself."""
-    folder = tmp_path_factory.mktemp("crash")
-    with serve(lane, folder) as server:
-        yield break_it(lane, server, folder, lambda: os.kill(server.pid_of(SCHEDULER), signal.SIGKILL))
+    return break_it(lane, tmp_path_factory.mktemp("crash"), send(SCHEDULER))
 
 
 @contextlib.contextmanager
@@ -85,24 +91,25 @@ def serve(lane: Lane, folder: Path) -> Iterator[Server]:
         yield server
 
 
-def break_it(lane: Lane, server: Server, folder: Path, fault: Callable[[], None]) -> Left:
-    post(server, {"rid": "answered", "input_ids": IDS, "sampling_params": SAMPLING | {"max_new_tokens": 4}})
+def break_it(lane: Lane, folder: Path, fault: Callable[[Server], None]) -> Left:
     bodies = [
         {"rid": "text", "text": PROMPT, "sampling_params": SAMPLING, "return_logprob": True},
         {"rid": "ids", "input_ids": IDS, "sampling_params": SAMPLING, "stream": True},
         {"rid": ["one", "two"], "text": [PROMPT, PROMPT], "sampling_params": SAMPLING},
     ]
-    log_size = server.log_path.stat().st_size
-    for body in bodies:
-        threading.Thread(target=post, args=(server, body), daemon=True).start()
-    wait_in_flight(server, {"text", "ids", "one", "two"}, log_size)
     written: list[Path] = []
 
-    def break_now(_server: Server) -> None:
+    def break_now(server: Server) -> None:
         written.extend(holding(PROMPT, folder, folder.parent / "t", settings.fallback_folder()))
-        fault()
+        fault(server)
 
-    left = wreck(server, folder, break_now, requests=0)
+    with serve(lane, folder) as server:
+        post(server, {"rid": "answered", "input_ids": IDS, "sampling_params": SAMPLING | {"max_new_tokens": 4}})
+        log_size = server.log_path.stat().st_size
+        for body in bodies:
+            threading.Thread(target=post, args=(server, body), daemon=True).start()
+        wait_in_flight(server, {"text", "ids", "one", "two"}, log_size)
+        left = wreck(server, folder, break_now, requests=0)
     told = left.incident["requests"]["journal"]
     assert told, left.incident["requests"]
     lines = [json.loads(line) for line in (left.folder / told["path"]).read_text().splitlines()]
@@ -117,13 +124,6 @@ def holding(text: str, *folders: Path) -> list[Path]:
             if path.is_file() and text.encode() in path.read_bytes():
                 found.append(path)
     return found
-
-
-def kill_all(server: Server) -> None:
-    """Kill every process of a server at once; its crash handler excepted."""
-    for pid, title in server.processes():
-        if title != HANDLER:
-            os.kill(pid, signal.SIGKILL)
 
 
 def post(server: Server, body: dict[str, Any], **headers: str) -> None:

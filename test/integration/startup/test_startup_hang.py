@@ -59,7 +59,6 @@ def change(c10d):
 class Story:
     """A server that does not get ready."""
 
-    pids: dict[str, int]  # of the ranks, by title
     held: dict[str, Any]  # what ``collect`` says while the second rank has not come to the store
     apart: dict[str, Any]  # what it says when both are there and look for each other in different places
 
@@ -93,7 +92,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         (folder / "held").unlink()
         for pid in (first, second):
             wait_until(lambda pid=pid: is_in(pid, "_create_gloo_process_group"), "both wait in the store", START_S)
-        return Story({RANKS[0]: first, RANKS[1]: second}, held, verdict_on(server, output))
+        return Story(held, verdict_on(server, output))
 
 
 def test_the_rank_awaited_in_the_store_is_named(story: Story) -> None:
