@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from integration.faults import TP0, TP1
+from integration.hangs.hang_story import frames_of
 from integration.import_hook import write_site
 from integration.scenario import rank_that_starts, run_kit
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.capture.pyspy import sample_all
-from sglang_crashkit.model.sample import main_thread
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
@@ -66,10 +65,7 @@ class Story:
 def is_in(pid: int, function: str) -> bool:
     """Say whether a process is in a function of torch's groups."""
     time.sleep(0.1)
-    (sample,) = sample_all([pid], COLLECT_S)
-    thread = main_thread(sample.threads, pid)
-    leaf = thread.frames[0] if thread is not None and thread.frames else None
-    return leaf is not None and "torch/distributed" in leaf.file and leaf.function == function
+    return any("torch/distributed" in leaf.file and leaf.function == function for leaf in frames_of(pid)[:1])
 
 
 def verdict_on(server: Server, folder: Path) -> dict[str, Any]:
