@@ -110,21 +110,6 @@ def only_on(node: str, command: str, otherwise: str = f'exec {shlex.join(KIT)} "
     return shlex.join(["bash", "-c", script, "bash"])
 
 
-def test_the_ranks_of_both_nodes_are_in_one_result(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
-    with stopped(crowd.ranks["n2"]):
-        document = result_of(collect(cluster, crowd.job, "--json", f"--output-dir={tmp_path}"), ExitCode.DONE)
-    # Both nodes are this machine, and neither has the other's.
-    assert pids_of(document) == {node: [pid] for node, pid in crowd.ranks.items()}
-    ranks = {node["node"]: node["processes"][0] for node in document["nodes"]}
-    assert [ranks[node]["ranks"] for node in NODES] == [{"tp": 0}, {"tp": 1}]
-    assert [ranks[node]["states"] for node in NODES] == [["S", "S"], ["T", "T"]]
-    for node, pid in crowd.ranks.items():
-        (text,) = (tmp_path / node).glob(f"pyspy_*_{pid}.txt")
-        assert "all_reduce" in text.read_text()
-        rounds = [parse(path.read_text()) for path in (tmp_path / node).glob("snapshot_*.json")]
-        assert [[process.pid for process in one.processes] for one in rounds] == [[pid], [pid]]
-
-
 def test_each_rank_is_shown_with_its_node_and_place(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
     with stopped(crowd.ranks["n2"]):
         done = collect(cluster, crowd.job, f"--output-dir={tmp_path}")
