@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -161,29 +162,21 @@ def compile_in_a_batch(server: Server, folder: Path) -> None:
 
 def update_weights(server: Server, model: Path) -> None:
     """Load other weights while requests come."""
-    answers: list[int] = []
-
-    def go_on() -> None:
-        answers.append(generate(server, [5, 6], 4))
-
-    threads = []
+    asked: list[Future[int]] = []
 
     def send() -> None:
         for _ in range(20):
-            threads.append(threading.Thread(target=go_on))
-            threads[-1].start()
+            asked.append(pool.submit(generate, server, [5, 6], 4))
             time.sleep(0.1)
 
-    sender = threading.Thread(target=send)
-    sender.start()
-    time.sleep(0.5)
-    answer = server.ask("update_weights_from_disk", {"model_path": str(model), "load_format": "auto"}, LONG)
+    with ThreadPoolExecutor(21) as pool:
+        sender = pool.submit(send)
+        time.sleep(0.5)
+        answer = server.ask("update_weights_from_disk", {"model_path": str(model), "load_format": "auto"}, LONG)
+        sender.result()
     done = json.loads(answer)
-    sender.join()
-    for thread in threads:
-        thread.join()
     assert done["success"], done
-    assert answers == [4] * 20
+    assert [one.result() for one in asked] == [4] * 20
 
 
 def watch(crash_folder: Path, work: Callable[[], None]) -> Busy:
