@@ -29,6 +29,7 @@ from sglang_crashkit.memory.journal import JournalReader
 from sglang_crashkit.memory.ring import NAME as JOURNAL
 from sglang_crashkit.memory.ring import RingError
 from unit.support.server_driver import PATIENCE as PATIENCE
+from unit.support.server_driver import piece_of
 from unit.support.targets import state_of
 from unit.support.waiting import wait_until, watched_pids
 
@@ -113,9 +114,7 @@ class Wreck:
 
     def evidence(self, title: str, kind: str) -> dict[str, Any]:
         """Return the only piece of evidence of this kind on that process."""
-        found = [piece for piece in self.report(title)["evidence"] if piece["kind"] == kind]
-        assert len(found) == 1, f"{len(found)} pieces of kind {kind} on {title}"
-        return found[0]
+        return piece_of(self.report(title), kind)
 
     def text(self, title: str, kind: str) -> str:
         """Return what the file of that piece holds."""

@@ -16,15 +16,15 @@ import pytest
 from integration.import_hook import write_site
 from integration.scenario import (
     EXIT_TIMEOUT_S,
-    HANDLER,
     PATIENCE,
     SCHEDULER,
     answers_of,
+    handler_pid,
     journaled_rids,
     serving,
     wait_for_incident,
 )
-from lanelib.procs import title_of, tree_of, watchers_of
+from lanelib.procs import tree_of
 from lanelib.servers import greedy
 from sglang_crashkit.kernel import procfs
 from unit.support.waiting import wait_until
@@ -78,7 +78,7 @@ def left(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lef
     with serving(release, folder, env=env, prefix=(sys.executable, "-c", CAPTURE)) as server:
         answered = len(answers_of(server))
         (main,) = [one.pid for one in tree_of(server.pid) if one.parent == server.pid]
-        (handler,) = [one.pid for one in watchers_of([main]) if title_of(one.pid) == HANDLER]
+        handler = handler_pid(server)
         for _ in range(REQUESTS):
             server.ask_later("generate", greedy("Once upon a time", 4000), EXIT_TIMEOUT_S)
         wait_until(lambda: len(journaled_rids(server.pid)) == REQUESTS, "the requests are under way", LONG)

@@ -70,14 +70,8 @@ class Story:
     late_answer: list[int] = field(default_factory=list)  # what the request that waited for the rank was answered
     open_files: set[str] = field(default_factory=set)  # what the crash handler had open
     shared_memory: set[str] = field(default_factory=set)  # what the server had in /dev/shm before it ended
-    left: Wreck | None = None  # what was left in the end
+    end: Wreck = field(init=False)  # what was left in the end, but for the incident of the rank that slept
     decoy: tuple[int, bool] = (0, False)  # its pid, and whether it lived when all was over
-
-    @property
-    def end(self) -> Wreck:
-        """What was left in the end, but for the incident of the rank that slept."""
-        assert self.left is not None
-        return self.left
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +112,8 @@ def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
         told.answers.append(answers_of(server))
         (site / "hang").touch()
         told.shared_memory = shared_memory_of(server)
-        told.left = wreck(server, told.fallback, lambda s: os.kill(s.pid_of(SECOND), signal.SIGSTOP))
-        told.left.incidents[:] = [found for found in told.left.incidents if found[0] != told.observed_folder]
+        told.end = wreck(server, told.fallback, lambda s: os.kill(s.pid_of(SECOND), signal.SIGSTOP))
+        told.end.incidents[:] = [found for found in told.end.incidents if found[0] != told.observed_folder]
         told.decoy = decoy.pid, decoy.poll() is None
     return told
 

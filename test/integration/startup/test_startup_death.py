@@ -6,7 +6,6 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from integration.crashes.whole import assert_ends, assert_present, assert_told, 
 from integration.import_hook import write_site
 from integration.scenario import PATIENCE, SCHEDULER, Wreck, rank_that_starts, serving, start, wreck
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.server_driver import piece_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -79,12 +78,6 @@ def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
         return wreck(server, folder, lambda _server: os.kill(pid, signal.SIGKILL), requests=0)
 
 
-def only_incident(folder: Path) -> tuple[Path, dict[str, Any]]:
-    (stored,) = find_incidents(folder)
-    assert stored.document is not None
-    return stored.path, stored.document
-
-
 def test_the_server_ends_and_nothing_of_it_is_left(death: Wreck) -> None:
     assert death.status == ServerExit.KILLED
     assert death.left == []
@@ -124,9 +117,9 @@ def test_a_rank_that_raises_while_loading_is_named(release: str, tmp_path: Path)
     # The tiny model has no weights but those that the test's servers make up.
     with start(release, tmp_path, "--load-format", "auto") as server:
         assert server.popen.wait(timeout=TITLE_TIMEOUT_S) == ServerExit.FAILED_START
-        path, incident = only_incident(tmp_path)
-    assert incident["kind"] in ("exception", "failed_start")
-    (text,) = exceptions_of(incident, path, SCHEDULER)
+    (stored,) = find_incidents(tmp_path)
+    assert stored.document["kind"] in ("exception", "failed_start")
+    (text,) = exceptions_of(stored)
     assert "Cannot find any model weights" in text
 
 
@@ -136,18 +129,18 @@ def test_a_rank_that_raises_before_serving_is_named(release: str, tmp_path: Path
     with serving(release, tmp_path / "crash", env=env, spins=True) as server:
         os.kill(server.pid_of(SCHEDULER), signal.SIGUSR2)
         assert server.popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.RAISED
-        path, incident = only_incident(tmp_path / "crash")
-    (text,) = exceptions_of(incident, path, SCHEDULER)
+    (stored,) = find_incidents(tmp_path / "crash")
+    (text,) = exceptions_of(stored)
     assert "before the first request" in text
-    for process in incident["processes"]:
+    for process in stored.document["processes"]:
         if process["role"] not in ("helper", "scheduler"):
             assert piece_of(process, "stack")["status"] == "captured", process
 
 
-def exceptions_of(incident: dict[str, Any], folder: Path, title: str) -> list[str]:
-    """Return what the exceptions of the process with this title say, which the verdict must name."""
-    assert incident["verdict"]["first_failure"]["title"] == title
-    assert incident["verdict"]["kind"] == "exception"
-    pieces = [piece for process in incident["processes"] if process["title"] == title for piece in process["evidence"]]
+def exceptions_of(stored: StoredIncident) -> list[str]:
+    """Return what the exceptions of the scheduler say, which the verdict must name."""
+    verdict, processes = stored.document["verdict"], stored.document["processes"]
+    assert (verdict["first_failure"]["title"], verdict["kind"]) == (SCHEDULER, "exception")
+    pieces = [piece for process in processes if process["title"] == SCHEDULER for piece in process["evidence"]]
     assert {piece["status"] for piece in pieces if piece["kind"] == "exception"} == {"captured"}
-    return [(folder / piece["path"]).read_text() for piece in pieces if piece["kind"] == "exception"]
+    return [(stored.path / piece["path"]).read_text() for piece in pieces if piece["kind"] == "exception"]
