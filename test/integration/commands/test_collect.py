@@ -89,13 +89,6 @@ def collect(folder: Path, *words: str, **how: Any) -> Collected:
     return Collected(done.returncode, json.loads(done.stdout), folder)
 
 
-def debugger_on_path(folder: Path) -> str:
-    """Return a PATH on which each debugger only notes that it was called."""
-    for name in ("gdb", "cuda-gdb"):
-        make_tool(folder, f'echo "$0" >> {folder}/called', name)
-    return f"{folder}:{os.environ['PATH']}"
-
-
 def answer_secs(server: Server, until: Callable[[], bool]) -> list[float]:
     """Ask one request after the other and return how long each answer took, in seconds."""
     found = []
@@ -113,7 +106,9 @@ def tell(server: Server, folder: Path) -> Story:
     well = collect(folder / "well", which, "--all", "--interval", "1")
     after = answers_of(server)
 
-    env = os.environ | {"PATH": debugger_on_path(folder / "bin")}
+    for name in ("gdb", "cuda-gdb"):
+        make_tool(folder / "bin", f'echo "$0" >> {folder}/bin/called', name)
+    env = os.environ | {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
     end = time.monotonic() + 8
     usual = answer_secs(server, lambda: time.monotonic() > end)
     with ThreadPoolExecutor(1) as pool:

@@ -43,11 +43,6 @@ class Stage:
     not_yet: str  # one that it must not have
     is_published: bool = False  # the incident has its final name by then
 
-    def is_hit_by(self, found: StoredIncident) -> bool:
-        """Say whether the handler that left this was at this stage."""
-        events = events_of(found)
-        return found.finished == self.is_published and self.reached in events and self.not_yet not in events
-
 
 OPENED = Stage("opened", "process_exited", "stacks_captured")
 CAPTURED = Stage("stacks_captured", "stacks_captured", "requests_saved")
@@ -91,9 +86,10 @@ def wreck_at(stage: Stage, tmp_path: Path, temporary: Path) -> tuple[Wreck, Stor
         env = {"TMPDIR": str(temporary)}
         left = break_one(RELEASE, folder, kill_at(stage, folder), requests=2, tp=2, env=env)
         (found,) = find_incidents(folder)
-        if stage.is_hit_by(found):
+        events = events_of(found)
+        if found.finished == stage.is_published and stage.reached in events and stage.not_yet not in events:
             return left, found
-        missed.append(sorted(events_of(found)))
+        missed.append(sorted(events))
     raise AssertionError(f"the handler was never killed when it was {stage.name}: {missed}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from integration.crashes.whole import assert_before_the_end, assert_whole
+from integration.crashes.whole import assert_whole, times_of
 from integration.faults import CRASH, wait
 from integration.scenario import Wreck, break_one, serving, wreck
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -65,7 +65,10 @@ def test_a_script_in_its_servers_group_goes_on(release: str, tmp_path: Path) -> 
 def assert_told_before_the_group_died(left: Wreck) -> None:
     """The incident misses nothing, names the rank that raised, and was on disk, with the requests, before the end."""
     assert_whole(left)
-    assert_before_the_end(left.incident)
+    times = times_of(left.incident)
+    # Before any process of the server was ended.
+    assert times["stacks_captured"] <= times["incident_finished"] <= times["process_exited"], left.incident["timeline"]
+    assert times["incident_finished"] <= times["server_exited"], left.incident["timeline"]
     assert (left.incident["kind"], left.incident["verdict"]["kind"]) == ("exception", "exception")
     assert left.incident["verdict"]["first_failure"]["title"].startswith("sglang::scheduler_TP")
     assert left.incident["requests"]["path"]

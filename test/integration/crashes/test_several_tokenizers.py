@@ -23,8 +23,6 @@ WORKER = "sglang::tokenizer_worker"
 WORKERS, REQUESTS = 2, 6
 #: On a busy machine, in seconds.
 LONG = 300.0
-
-
 #: uvicorn kills a worker that does not answer within so many seconds, which one that imports SGLang cannot.
 PATIENT = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"}
 #: 0.5.9 knows no such setting: what each Python process of a server runs first sets uvicorn's own, 5 s.
@@ -58,11 +56,11 @@ def serving_by_workers(release: str, folder: Path, env: Mapping[str, str] = {}) 
     """A server whose workers are all there: it answers as soon as the first of them does."""
     env = PATIENT | PATIENCE | write_site(folder.with_name(f"{folder.name}-site"), SITE) | dict(env)
     with serving(release, folder, "--tokenizer-worker-num", str(WORKERS), env=env) as server:
-
-        def are_there() -> bool:
-            return sum(title.startswith(WORKER) for _pid, title in server.processes()) == WORKERS
-
-        wait_until(are_there, "every tokenizer worker has its title", LONG)
+        wait_until(
+            lambda: sum(title.startswith(WORKER) for _pid, title in server.processes()) == WORKERS,
+            "every tokenizer worker has its title",
+            LONG,
+        )
         yield server
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,23 +63,19 @@ def end_of(
     ranks = [node.pid_of(title) for node, title in zip(nodes, RANKS, strict=True)]
     began = time.monotonic()
     fault()
-    seconds = [0.0, 0.0]
-    while any(node.popen.poll() is None for node in nodes) and time.monotonic() < began + EXIT_TIMEOUT_S:
-        time.sleep(0.02)
-        for number, node in enumerate(nodes):
-            if seconds[number] == 0.0 and node.popen.poll() is not None:
-                seconds[number] = time.monotonic() - began
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        ends = [*pool.map(lambda node: (node.popen.wait(EXIT_TIMEOUT_S), time.monotonic() - began), nodes)]
     first, second = (
         Wreck(
             crash_folder=folder / str(number),
-            status=node.popen.wait(timeout=1),
+            status=ends[number][0],
             incidents=[(one.path, one.document or {}) for one in finished_of(folder / str(number))],
             members=members[number],
             pids={RANKS[number]: ranks[number]},
             sent=[] if number else list(sent),
             left=left_of([node], [member.process for member in members[number]]),
             log=node.log_path.read_text(errors="replace"),
-            seconds_to_exit=seconds[number],
+            seconds_to_exit=ends[number][1],
         )
         for number, node in enumerate(nodes)
     )
