@@ -15,6 +15,7 @@ import pytest
 from integration.hangs import cpu_kernels
 from integration.hangs.hang_story import LONG
 from integration.hangs.test_divergence import Asked
+from integration.import_hook import write_site
 from integration.scenario import serving, wait_for_incident
 from lanelib.lanes import ensure_lane
 from lanelib.servers import parallel_env
@@ -84,7 +85,7 @@ def left(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
         arguments += ["--model-path", str(model)]
     # The stages of a pipeline are ranks like others.
     ranks = 1 if way.victim == "scheduler" else 2
-    environ = parallel_env(lane, ranks, 1) | cpu_kernels.write_site(tmp_path_factory.mktemp("site"))
+    environ = parallel_env(lane, ranks, 1) | write_site(tmp_path_factory.mktemp("site"), *cpu_kernels.SITE)
     # The lane imports its own model only.
     environ |= {"SGLANG_DISABLED_MODEL_ARCHS": ""} if way.model else {}
     with serving(lane, crash, *arguments, tp=way.tp, env=environ) as server:
