@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from integration.import_hook import write_site
 from integration.scenario import (
     EXIT_TIMEOUT_S,
     PATIENCE,
+    PROMPTS,
     SCHEDULER,
     answers_of,
     handler_pid,
@@ -26,6 +26,7 @@ from integration.scenario import (
 )
 from lanelib.procs import tree_of
 from lanelib.servers import greedy
+from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel import procfs
 from unit.support.waiting import wait_until
 
@@ -66,9 +67,7 @@ class Left:
     status: int  # of the program that captured the output: 0 when that had its end and the server was killed
     handler_state: str  # of the crash handler when the output had its end
     folder: Path  # the crash folder
-    incident_folder: Path  # the incident's
-    incident: dict[str, Any]  # what it holds
-    answered: int  # how many requests were answered before
+    stored: StoredIncident  # the incident
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def left(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lef
     folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
     env = PATIENCE | write_site(site, SITE) | {"CRASHKIT_TEST_MARKER": str(site / "marker")}
     with serving(release, folder, env=env, prefix=(sys.executable, "-c", CAPTURE)) as server:
-        answered = len(answers_of(server))
+        answers_of(server)
         (main,) = [one.pid for one in tree_of(server.pid) if one.parent == server.pid]
         handler = handler_pid(server)
         for _ in range(REQUESTS):
@@ -96,15 +95,16 @@ def left(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lef
             os.kill(handler, signal.SIGCONT)
         stored = wait_for_incident(folder, LONG)
         wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves", LONG)
-        yield Left(status, state.state if state else "", folder, stored.path, stored.document or {}, answered)
+        yield Left(status, state.state if state else "", folder, stored)
 
 
 def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:
-    assert left.incident["complete"] is True
-    assert left.incident["verdict"]["first_failure"]["title"] == SCHEDULER
-    requests = left.incident["requests"]
-    assert (requests["source"], requests["unfinished"], requests["finished"]) == ("journal", REQUESTS, left.answered)
-    lines = (left.incident_folder / requests["journal"]["path"]).read_text().splitlines()
+    incident = left.stored.document
+    assert incident["complete"] is True
+    assert incident["verdict"]["first_failure"]["title"] == SCHEDULER
+    requests = incident["requests"]
+    assert (requests["source"], requests["unfinished"], requests["finished"]) == ("journal", REQUESTS, len(PROMPTS))
+    lines = (left.stored.path / requests["journal"]["path"]).read_text().splitlines()
     assert [json.loads(line)["state"] for line in lines].count("unfinished") == REQUESTS
 
 

@@ -51,7 +51,6 @@ print(json.dumps({"keys": sorted(data), "shapes": [len(record) for record in rec
 class Left:
     """What was left of a server, the requests of the incident by id, and the files with a prompt before the fault."""
 
-    lane: Lane
     wreck: Wreck
     requests: dict[str, dict[str, Any]]
     written_before: list[Path]
@@ -113,7 +112,7 @@ def break_it(lane: Lane, folder: Path, fault: Callable[[Server], None]) -> Left:
     told = left.incident["requests"]["journal"]
     assert told, left.incident["requests"]
     lines = [json.loads(line) for line in (left.folder / told["path"]).read_text().splitlines()]
-    return Left(lane, left, {line["rid"]: line for line in lines}, written, server.pid)
+    return Left(left, {line["rid"]: line for line in lines}, written, server.pid)
 
 
 def holding(text: str, *folders: Path) -> list[Path]:
@@ -205,9 +204,9 @@ def test_the_server_counts_what_the_journal_counts(crashed: Left) -> None:
 
 
 @pytest.mark.matrix
-def test_the_dump_is_what_upstreams_replay_script_reads(crashed: Left) -> None:
+def test_the_dump_is_what_upstreams_replay_script_reads(lane: Lane, crashed: Left) -> None:
     path = crashed.wreck.incident["requests"]["path"]
-    content = run_in_lane(crashed.lane, READ_PICKLE, path)
+    content = run_in_lane(lane, READ_PICKLE, path)
     assert {"server_args", "requests", "launch_command"} <= set(content["keys"])
     assert content["shapes"] == [4] * 5
     # What the journal keeps is what upstream would send again.

@@ -48,13 +48,13 @@ class Case:
     name: str
     parallel: dict[str, int]
 
-    @property
-    def id(self) -> str:
-        return f"{self.release}-{self.victim[-3:]}"
-
 
 CASES = [
-    pytest.param(case, marks=[pytest.mark.matrix] if release != "0.5.23" or "dp" in case.parallel else [], id=case.id)
+    pytest.param(
+        case,
+        marks=[pytest.mark.matrix] if release != "0.5.23" or "dp" in case.parallel else [],
+        id=f"{release}-{case.victim[-3:]}",
+    )
     for release in ("0.5.9", "0.5.12.post1", "0.5.23")
     for case in (
         Case(release, "sglang::scheduler_TP1", "Rank 1 scheduler", {"tp": 2}),
