@@ -45,7 +45,7 @@ def make_upstream_image(docker: DockerHost, lane: Lane, folder: Path) -> None:
     archive = folder / "upstream.tar"
     with tarfile.open(archive, "w") as tar:
         programs = list(_programs(base))
-        packages = list(_packages(site, ("sglang", *_names_of_dependencies())))
+        packages = list(_packages(site))
         modules = [
             *standard.parent.glob("lib-dynload/*.so"),
             *(site / name for name in packages if name.endswith(".so")),
@@ -87,14 +87,10 @@ def _libraries(program: Path) -> Iterable[Path]:
     return map(Path, _SHARED.findall(done.stdout))
 
 
-def _names_of_dependencies() -> list[str]:
+def _packages(site: Path) -> Iterator[str]:
+    """Yield the files of SGLang and of what the kit needs in a folder of packages, MarkupSafe for Jinja2 among it."""
     (block,) = re.findall(r"^dependencies = \[\n(.*?)^\]", PYPROJECT.read_text(), re.MULTILINE | re.DOTALL)
-    return re.findall(r'"([\w-]+)', block)
-
-
-def _packages(site: Path, names: Iterable[str]) -> Iterator[str]:
-    """Yield the files of packages, MarkupSafe for Jinja2 among them, below a folder of packages."""
-    wanted = {_plain(name) for name in (*names, "MarkupSafe")}
+    wanted = {_plain(name) for name in ("sglang", "MarkupSafe", *re.findall(r'"([\w-]+)', block))}
     found: dict[str, Distribution] = {_plain(one.metadata["Name"]): one for one in distributions(path=[str(site)])}
     for name in sorted(wanted):
         files = [str(file) for file in found[name].files or () if (site / file).is_file()]
