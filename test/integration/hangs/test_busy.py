@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -116,16 +115,6 @@ AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1])).save_p
 """
 
 
-@dataclass
-class Busy:
-    """What came of one way to be busy."""
-
-    secs: float = 0.0  # how long no answer came
-    verdicts: list[tuple[str, str]] = field(default_factory=list)  # what incidents said meanwhile, as a poll saw it
-    left: list[str] = field(default_factory=list)  # the incidents that were still there afterwards
-    problem: str = ""  # what went wrong with the work itself; empty where nothing did
-
-
 def generate(server: Server, tokens: list[int], new: int) -> int:
     """Have tokens generated after `tokens`, and return how many came."""
     sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
@@ -179,42 +168,6 @@ def update_weights(server: Server, model: Path) -> None:
     assert [one.result() for one in asked] == [4] * 20
 
 
-def watch(crash_folder: Path, work: Callable[[], None]) -> Busy:
-    """Do some work, and return what incidents said meanwhile, and which stayed."""
-    told, done = Busy(), threading.Event()
-
-    def poll() -> None:
-        while not done.wait(0.1):
-            for stored in find_incidents(crash_folder):
-                verdict = (stored.document or {}).get("verdict") or {}
-                if not verdict:
-                    # It was opened in this moment.
-                    continue
-                said = (str(verdict.get("kind")), str(verdict.get("text")))
-                if said not in told.verdicts:
-                    told.verdicts.append(said)
-
-    poller = threading.Thread(target=poll)
-    poller.start()
-    began = time.monotonic()
-    try:
-        work()
-    except (OSError, AssertionError) as error:
-        # The other ways are to be seen, too.
-        told.problem = repr(error)
-    finally:
-        told.secs = time.monotonic() - began
-        # Progress is noticed at the second sign of it; before, an incident might still come.
-        time.sleep(2.0)
-        end = time.monotonic() + REMOVED_SECS
-        while find_incidents(crash_folder) and time.monotonic() < end:
-            time.sleep(0.1)
-        done.set()
-        poller.join()
-    told.left = [str(stored.path) for stored in find_incidents(crash_folder)]
-    return told
-
-
 def write_weights(lane: Lane, folder: Path) -> Path:
     """Write random weights of a lane's model into a folder, and return that."""
     command = [str(lane.python), "-c", SAVE, str(lane.model_dir), str(folder)]
@@ -259,9 +212,31 @@ def ways(crash: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
     "way", [pytest.param("profile", marks=RARE), "compile", "weights", pytest.param("prefill", marks=RARE)]
 )
 def test_what_is_busy_is_no_hang(ways: dict[str, Callable[[], None]], crash: Path, way: str) -> None:
-    busy = watch(crash, ways[way])
-    assert busy.problem == "", busy
-    assert busy.secs > BUSY_SECS, busy
-    assert busy.left == [], busy
+    said: set[tuple[str, str]] = set()
+    done = threading.Event()
+
+    def poll() -> None:
+        while not done.wait(0.1):
+            for stored in find_incidents(crash):
+                # Of one that was opened in this moment there is none.
+                if verdict := (stored.document or {}).get("verdict"):
+                    said.add((str(verdict.get("kind")), str(verdict.get("text"))))
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    began = time.monotonic()
+    try:
+        ways[way]()
+    finally:
+        secs = time.monotonic() - began
+        # Progress is noticed at the second sign of it; before, an incident might still come.
+        time.sleep(2.0)
+        end = time.monotonic() + REMOVED_SECS
+        while find_incidents(crash) and time.monotonic() < end:
+            time.sleep(0.1)
+        done.set()
+        poller.join()
+    assert secs > BUSY_SECS
+    assert [str(stored.path) for stored in find_incidents(crash)] == [], said
     # Before the first look it is known of no one what he does.
-    assert {kind for kind, _text in busy.verdicts} <= {"busy", "hang", "unknown"}
+    assert {kind for kind, _text in said} <= {"busy", "hang", "unknown"}, said

@@ -34,7 +34,7 @@ from integration.scenario import (
     wait_for_incident,
 )
 from lanelib.lanes import Lane, ensure_lane
-from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of
+from lanelib.procs import Process, alive, all_processes, read_process, send, title_of, tree_of, wait_gone, watchers_of
 from lanelib.servers import command_of, free_port, opener
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(3000)]
@@ -139,13 +139,8 @@ def neighbour_of(program: Program, lane: Lane, folder: Path, *, detached: bool =
                 break
             assert time.monotonic() < deadline, program.log.read_text(errors="replace")[-3000:]
             time.sleep(0.5)
-        pid = next(
-            int(path.name)
-            for path in Path("/proc").iterdir()
-            if path.name.isdigit()
-            and f"--port {port} " in title_of(int(path.name))
-            and "setsid" not in title_of(int(path.name))
-        )
+        titles = {process.pid: title_of(process.pid) for process in all_processes()}
+        pid = next(pid for pid, title in titles.items() if f"--port {port} " in title and "setsid" not in title)
         generate(url)
         processes = [one for one in tree_of(pid) if title_of(one.pid).startswith(("sglang::", str(lane.python)))]
         assert {process.pid for process in processes} >= {pid}
