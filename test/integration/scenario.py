@@ -151,7 +151,7 @@ def wreck(
     requests: int = 3,
     breaks_by_itself: bool = False,
 ) -> Wreck:
-    """Break a ready server while long requests are under way, and gather what is left.
+    """Break a ready server while long requests are under way, or one that starts, and gather what is left.
 
     Where it breaks by itself once it works on them, its schedulers are held until all have arrived.
     """
@@ -166,7 +166,7 @@ def wreck(
         threads = [ask(server, request) for request in sent]
         if breaks_by_itself:
             wait_until(lambda: rids <= journaled_rids(server.pid), f"{sorted(rids)} have arrived", IN_FLIGHT_S)
-        else:
+        elif rids:
             wait_in_flight(server, rids, log_size)
     # A request has compilers started.
     known += tree_of(server.pid) if server.popen.poll() is None else []

@@ -41,8 +41,6 @@ def test_the_incident_names_the_killed_rank_and_its_signal(crash: Crash) -> None
     verdict = crash.wreck.incident["verdict"]
     assert verdict["first_failure"] == {"pid": crash.wreck.pids[VICTIM], "title": VICTIM}
     assert (verdict["kind"], verdict["level"]) == ("signal", "established")
-    end = crash.wreck.report(VICTIM)["exit"]
-    assert (end["signal"], end["cause"]) == ("SIGKILL", "signal")
     # On a busy machine the survivor, whose collective broke, may be heard first.
     assert crash.wreck.incident["trigger"]["title"] in (VICTIM, SURVIVOR)
 

@@ -24,13 +24,14 @@ from integration.scenario import (
     left_of,
     members_of,
     rank_that_starts,
+    wreck,
 )
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.incident.store import StoredIncident
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -65,11 +66,17 @@ def end_of(
     fault()
     with ThreadPoolExecutor(len(nodes)) as pool:
         ends = [*pool.map(lambda node: (node.popen.wait(EXIT_TIMEOUT_S), time.monotonic() - began), nodes)]
+    folders = [folder / str(number) for number in range(len(nodes))]
+    wait_until(
+        lambda: all(one.finished for each in folders for one in incidents_of(each)),
+        "the crash handlers have finished their incidents",
+        EXIT_TIMEOUT_S,
+    )
     first, second = (
         Wreck(
-            crash_folder=folder / str(number),
+            crash_folder=folders[number],
             status=ends[number][0],
-            incidents=[(one.path, one.document or {}) for one in finished_of(folder / str(number))],
+            incidents=[(one.path, one.document or {}) for one in incidents_of(folders[number])],
             members=members[number],
             pids={RANKS[number]: ranks[number]},
             sent=[] if number else list(sent),
@@ -80,14 +87,6 @@ def end_of(
         for number, node in enumerate(nodes)
     )
     return first, second
-
-
-def finished_of(folder: Path) -> list[StoredIncident]:
-    """Return the incidents of a node, once its crash handler has finished them."""
-    deadline = time.monotonic() + EXIT_TIMEOUT_S
-    while any(not one.finished for one in incidents_of(folder)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return incidents_of(folder)
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(0, marks=pytest.mark.matrix)], ids=["rank1", "rank0"])
@@ -162,16 +161,10 @@ def test_an_orderly_shutdown_is_no_failure_of_any_node(release: str, tmp_path: P
 def test_a_rank_killed_on_node_1_while_loading_ends_it(release: str, tmp_path: Path) -> None:
     with two_nodes(release, tmp_path) as nodes:
         pid = rank_that_starts(nodes[1], RANKS[1], TITLE_TIMEOUT_S)
-        members = members_of(nodes[1])
-        os.kill(pid, signal.SIGKILL)
-        assert nodes[1].popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.KILLED
-        log = nodes[1].log_path.read_text(errors="replace")
-        left = left_of([nodes[1]], [member.process for member in members])
-    assert "Rank 0 scheduler died during initialization (exit code: -9)." in log
-    assert left == []
-    (stored,) = finished_of(tmp_path / "1")
-    incident = stored.document or {}
-    assert incident["verdict"]["first_failure"]["pid"] == pid
-    assert_present(incident, members)
-    assert_told(incident, stored.path, [pid])
-    assert_ends(incident, {pid: ("signal", "SIGKILL")})
+        left = wreck(nodes[1], tmp_path / "1", lambda _node: os.kill(pid, signal.SIGKILL), requests=0)
+    assert (left.status, left.left) == (ServerExit.KILLED, [])
+    assert "Rank 0 scheduler died during initialization (exit code: -9)." in left.log
+    assert left.incident["verdict"]["first_failure"]["pid"] == pid
+    assert_present(left.incident, left.members)
+    assert_told(left.incident, left.folder, [pid])
+    assert_ends(left.incident, {pid: ("signal", "SIGKILL")})
