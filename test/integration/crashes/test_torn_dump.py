@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.crashes.whole import journaled
 from integration.import_hook import write_site
 from integration.scenario import (
     EXIT_TIMEOUT_S,
@@ -104,8 +104,7 @@ def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:
     assert incident["verdict"]["first_failure"]["title"] == SCHEDULER
     requests = incident["requests"]
     assert (requests["source"], requests["unfinished"], requests["finished"]) == ("journal", REQUESTS, len(PROMPTS))
-    lines = (left.stored.path / requests["journal"]["path"]).read_text().splitlines()
-    assert [json.loads(line)["state"] for line in lines].count("unfinished") == REQUESTS
+    assert len(journaled(incident, left.stored.path, "unfinished")) == REQUESTS
 
 
 def test_nothing_torn_is_left(left: Left) -> None:
