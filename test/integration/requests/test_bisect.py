@@ -14,7 +14,7 @@ import pytest
 
 from integration.import_hook import write_site
 from integration.memory_group import NoMemoryGroupError, memory_group
-from integration.scenario import incidents_of, run_kit, serving
+from integration.scenario import incidents_of, run_kit, serving, wait_for_incident, whole_incidents
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, command_of
 from sglang_crashkit.incident.requests import StoredRequest, read_requests
@@ -23,7 +23,7 @@ from sglang_crashkit.kernel.server_address import Address
 from sglang_crashkit.model import ABORTED
 from sglang_crashkit.replay.server import Answer, send, send_all
 from sglang_crashkit.view.first_screen import first_screen
-from unit.support.waiting import wait_until
+from unit.support.waiting import LONG
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
@@ -112,17 +112,11 @@ def crash(
     folder: Path, env: Mapping[str, str], bodies: Sequence[Mapping[str, Any]], at_once: str = "8"
 ) -> StoredIncident:
     """Break a server by requests, and return its newest incident."""
-    known = {one.path for one in incidents_of(folder)}
     with serving(RELEASE, folder, "--max-running-requests", at_once, env=env) as server:
         ask(server, bodies)
-        wait_until(
-            lambda: any(one.finished for one in incidents_of(folder) if one.path not in known),
-            "it broke",
-        )
+        wait_for_incident(folder, LONG)
         server.popen.wait(timeout=END_S)
-    newest = next(one for one in incidents_of(folder) if one.path not in known)
-    assert newest.document is not None
-    return newest
+    return whole_incidents(folder)[0]
 
 
 def bisect(crash_folder: Path, out: Path, env: Mapping[str, str], *more: str) -> dict[str, Any]:
@@ -188,7 +182,7 @@ def test_the_last_of_a_large_batch_is_suspected(tmp_path: Path) -> None:
     }
     with serving(lane, folder, "--max-running-requests", "32", "--enable-custom-logit-processor") as server:
         assert send(Address("http", "127.0.0.1", server.port), asked, ANSWER_S).status is None
-        wait_until(lambda: any(one.finished for one in incidents_of(folder)), "it broke")
+        wait_for_incident(folder, LONG)
         server.popen.wait(timeout=END_S)
     (incident,) = incidents_of(folder)
     document = incident.document or {}
@@ -209,7 +203,7 @@ def test_a_control_request_that_kills_is_named_and_no_prompt(tmp_path: Path) -> 
         lasting = {"rid": "lasting", "text": "a", "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
         threading.Thread(target=send, args=(address, lasting, ANSWER_S), daemon=True).start()
         assert send(address, model, ANSWER_S, path="/update_weights_from_disk").status is None
-        wait_until(lambda: any(one.finished for one in incidents_of(folder)), "it broke")
+        wait_for_incident(folder, LONG)
         server.popen.wait(timeout=END_S)
     incident = incidents_of(folder)[0].incident
     assert incident.suspects == []
@@ -225,7 +219,7 @@ def test_a_request_that_hangs_a_rank_is_found_by_itself(tmp_path: Path) -> None:
         threading.Thread(target=ask, args=(server, ordinary(6)), daemon=True).start()
         gone = send(Address("http", "127.0.0.1", server.port), guilty("poison", 12), 1.0)
         assert gone.status is None
-        wait_until(lambda: any(one.finished for one in incidents_of(folder)), "it hangs")
+        wait_for_incident(folder, LONG)
     incident = incidents_of(folder)[-1]
     assert incident.document["kind"] == "hang"
     suspects = {one["rid"]: one for one in incident.document["suspects"]}
