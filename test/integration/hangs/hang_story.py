@@ -46,10 +46,9 @@ class Hung:
 
     document: dict[str, Any]  # the incident, as it was when it was finished
     folder: Path  # its folder
-    secs: float  # from when the rank was made to hang to the whole incident, in seconds
-    state: str  # state of the rank when the incident was whole
+    secs: float  # from what made a process hang to the whole incident, in seconds
     late_answer: list[int] = field(default_factory=list)  # what the request that waited was answered in the end
-    over: dict[str, Any] = field(default_factory=dict)  # the incident as it was when the rank had gone on
+    over: dict[str, Any] = field(default_factory=dict)  # the incident as it was when the process had gone on
 
 
 @dataclass
@@ -62,6 +61,7 @@ class Story:
     quiet: dict[str, list[StoredIncident]] = field(default_factory=dict)
     answers: list[list[list[int]]] = field(default_factory=list)  # what the server answered before and after
     hung: dict[str, Hung] = field(default_factory=dict)  # what came of each way to hang
+    state: str = ""  # state of the rank that was stopped when its incident was whole
     second: dict[str, Any] = field(default_factory=dict)  # the incident of the rank stopped in the middle of a batch
     killed: dict[str, Any] = field(default_factory=dict)  # the incident of that rank killed then
     log: str = ""  # what the server printed
@@ -123,6 +123,7 @@ def hang_while_idle(server: Server, told: Story) -> None:
     with stopped(told.pids[VICTIM]):
         answer = ask_later(server, max_new_tokens=16)
         hung = told.hung["stop"] = await_hang(told, began)
+        told.state = state_of(told.pids[VICTIM])
     await_progress(hung, answer)
 
 
@@ -186,7 +187,7 @@ def tell(server: Server, told: Story, stuck: StuckRank, *, full: bool) -> None:
 def await_hang(told: Story, began: float) -> Hung:
     """Return the next hang when its incident is whole."""
     path, document = next_incident(told.folder, len(told.hung) + 1)
-    return Hung(document, path, time.monotonic() - began, state_of(told.pids[VICTIM]))
+    return Hung(document, path, time.monotonic() - began)
 
 
 def await_progress(hung: Hung, answer: Callable[[], list[int]]) -> None:

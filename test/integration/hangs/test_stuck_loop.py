@@ -7,12 +7,12 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 from integration.crashes.test_several_tokenizers import PATIENT
-from integration.hangs.hang_story import HANG_SECS, LONG, QUIET_SECS, ask_later, events_of
+from integration.hangs.hang_story import HANG_SECS, LONG, QUIET_SECS, Hung, ask_later, await_progress, events_of
 from integration.import_hook import write_site
 from integration.scenario import serving, whole_incidents
 from lanelib.servers import Server
@@ -111,16 +111,6 @@ class StuckLoop:
 
 
 @dataclass
-class Hung:
-    """One hang that ended well."""
-
-    secs: float  # from the request that does it to the whole incident, in seconds
-    document: dict[str, Any]  # the incident, as it was then; `over`: when the process had gone on
-    over: dict[str, Any]
-    answer: list[int]  # what the request was answered in the end
-
-
-@dataclass
 class Told:
     """What happened to a server, in order."""
 
@@ -155,14 +145,9 @@ def _hang(server: Server, stuck: StuckLoop, told: Told, place: str, way: Way) ->
     stuck.stick(place, way)
     answer = ask_later(server, max_new_tokens=8)
     stored = wait_until(lambda: whole_incidents(told.folder)[: -known or None], f"{place} {way}", LONG)[0]
-    secs = time.monotonic() - began
+    hung = told.hung[place, way] = Hung(stored.document or {}, stored.path, time.monotonic() - began)
     stuck.release(place)
-
-    def over() -> dict[str, Any]:
-        document = whole_incidents(told.folder)[0].document or {}
-        return document if "progress_returned" in events_of(document) else {}
-
-    told.hung[place, way] = Hung(secs, stored.document or {}, wait_until(over, "it goes on", LONG), answer())
+    await_progress(hung, answer)
 
 
 def _tell(factory: pytest.TempPathFactory, ways: tuple[tuple[str, Way], ...], *arguments: str) -> Told:
@@ -203,7 +188,7 @@ def test_a_stuck_loop_is_named_and_nothing_is_killed(told: Told, place: str, way
     # The goal is 15 s more than the limit; a machine that is busy with other tests has more.
     assert HANG_SECS < hung.secs < HANG_SECS + 60
     assert "process_exited" not in events_of(hung.over)
-    assert len(hung.answer) == 8
+    assert len(hung.late_answer) == 8
 
 
 @pytest.mark.parametrize(("place", "way"), WAYS)
