@@ -73,11 +73,8 @@ def wait_for_ranks(cluster: Cluster, job: str, folder: Path) -> Crowd:
 @pytest.fixture(scope="module")
 def crowd(running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
     folder = tmp_path_factory.mktemp("ranks")
-    job = running_cluster.batch(workers(folder))
-    try:
+    with running_cluster.batch(workers(folder)) as job:
         yield wait_for_ranks(running_cluster, job, folder)
-    finally:
-        running_cluster.cancel(job)
 
 
 def collect_text(cluster: Cluster, job: str, output: Path) -> subprocess.CompletedProcess[str]:
@@ -198,11 +195,8 @@ def test_the_collector_of_a_job_script_collects_on_both_nodes(cluster: Cluster, 
         touch {tmp_path}/collected
         wait
     """)
-    job = cluster.batch(script)
-    try:
+    with cluster.batch(script) as job:
         crowd = wait_for_ranks(cluster, job, ranks)
         wait_until((tmp_path / "collected").exists, f"it has collected\n{cluster.logs()}", LONG_S)
         found = {path.name.rpartition("_")[2] for path in (log_dir / "backtraces").glob("pyspy_*.txt")}
         assert found == {f"{pid}.txt" for pid in crowd.ranks.values()}, cluster.logs()
-    finally:
-        cluster.cancel(job)

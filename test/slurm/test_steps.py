@@ -44,8 +44,8 @@ def wait_until_gone(cluster: Cluster, job: str, node: str) -> None:
 def test_a_missing_or_ended_job_is_nothing_to_do(cluster: Cluster) -> None:
     with pytest.raises(NothingToDoError, match="Slurm knows no job 99999, or no longer"):
         job_via("99999")
-    job = cluster.allocate()
-    cluster.cancel(job)
+    with cluster.allocate() as job:
+        pass
     with pytest.raises(NothingToDoError, match=f"job {job} does not run: CANCELLED") as error:
         job_via(job)
     assert error.value.next_step == f"scontrol show job {job}"

@@ -75,8 +75,7 @@ def rank_on(place: Place, title: str) -> int:
 @pytest.fixture(scope="module")
 def story(running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     cluster, output = running_cluster, tmp_path_factory.mktemp("slurm") / "output"
-    job = cluster.allocate()
-    try:
+    with cluster.allocate() as job:
         with server_on(cluster, job) as servers:
             wait_all_ready(servers, READY_TIMEOUT_S)
             pids = {node: rank_on(Place(job, node), title) for node, title in zip(NODES, RANKS, strict=True)}
@@ -90,8 +89,6 @@ def story(running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
                     collected = collect(output, *words, env=cluster.environ, timeout_s=COLLECT_TIMEOUT_S)
                 told = Story(pids, collected, answer())
         yield told
-    finally:
-        cluster.cancel(job)
 
 
 def test_the_ranks_of_both_nodes_are_in_one_result(story: Story) -> None:
