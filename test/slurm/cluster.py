@@ -195,13 +195,19 @@ class Cluster(Daemon):
         printed = self.run(["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%j"])
         return [name for name in printed.split() if name not in {"batch", "extern"}]
 
-    def stop_node(self, node: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Kill the slurmd of a node, or stop it with SIGSTOP; its job's processes go on."""
+    @contextlib.contextmanager
+    def without_node(self, node: str, number: signal.Signals = signal.SIGKILL) -> Iterator[None]:
+        """Kill the slurmd of a node, or stop it with SIGSTOP, until the end of the block; its job's processes go on."""
         process = read_process(self._slurmds[node])
         assert process is not None, f"no slurmd of {node}"
         send(process, number)
-        state = {signal.SIGKILL: (None, "Z"), signal.SIGSTOP: ("T",)}[number]
-        wait_until(lambda: getattr(read_process(process.pid), "state", None) in state, f"slurmd of {node} is stopped")
+        try:
+            state = {signal.SIGKILL: (None, "Z"), signal.SIGSTOP: ("T",)}[number]
+            stopped = f"slurmd of {node} is stopped"
+            wait_until(lambda: getattr(read_process(process.pid), "state", None) in state, stopped)
+            yield
+        finally:
+            self.start_node(node)
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node again, or let it go on, and wait until the node answers."""

@@ -127,11 +127,8 @@ def test_a_node_without_the_tool_is_named_beside_the_result(cluster: Cluster, cr
 def test_a_node_without_slurmd_is_named_beside_the_others_result(
     cluster: Cluster, crowd: Crowd, tmp_path: Path
 ) -> None:
-    cluster.stop_node("n2")
-    try:
+    with cluster.without_node("n2"):
         found = collect_for(cluster, crowd.job, tmp_path)
-    finally:
-        cluster.start_node("n2")
     assert found.status == ExitCode.PARTIAL, found.document
     assert pids_of(found) == {"n1": [crowd.ranks["n1"]], "n2": []}
     (problem,) = found.node("n2")["problems"]

@@ -22,12 +22,14 @@ from integration.scenario import (
     handler_pid,
     journaled_rids,
     serving,
+    stopped,
     wait_for_incident,
 )
 from lanelib.procs import tree_of
 from lanelib.servers import greedy
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel import procfs
+from unit.support.targets import state_of
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -86,16 +88,13 @@ def left(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lef
         # Those of the processes are taken meanwhile; on a busy machine that takes longer.
         wait_until(lambda: [*folder.glob("*/incidents/*/stacks/*launch_server*.txt")], "the stacks are taken", LONG)
         # Whatever it holds open is held open until the output has had its end.
-        os.kill(handler, signal.SIGSTOP)
-        try:
+        with stopped(handler):
             os.kill(main, signal.SIGKILL)
             status = server.popen.wait(EXIT_TIMEOUT_S)
-            state = procfs.read_stat(handler)
-        finally:
-            os.kill(handler, signal.SIGCONT)
+            state = state_of(handler)
         stored = wait_for_incident(folder, LONG)
         wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves", LONG)
-        yield Left(status, state.state if state else "", folder, stored)
+        yield Left(status, state, folder, stored)
 
 
 def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:
