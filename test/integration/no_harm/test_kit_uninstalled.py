@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.no_harm.copied_lane import copied_lane, pip, status_of
+from integration.no_harm.lane_pip import pip, status_of
 from integration.scenario import EXIT_TIMEOUT_S, answers_of, handlers_of, serving
-from lanelib.lanes import Lane
+from lanelib.lanes import Lane, copied, ensure_lane
 from sglang_crashkit.installer.patches import load_lock
 from sglang_crashkit.installer.wheel import build_kit_wheel, find_wheel
 
@@ -24,7 +24,7 @@ IMPORT = "import sglang.srt.entrypoints.http_server, sys; print('sglang_crashkit
 
 @pytest.fixture(scope="module")
 def lane() -> Iterator[Lane]:
-    with copied_lane(RELEASE) as lane:
+    with copied(ensure_lane(RELEASE)) as lane:
         yield lane
 
 
