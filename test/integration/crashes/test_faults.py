@@ -17,7 +17,6 @@ from integration.scenario import PATIENCE, Wreck, break_one, start, states_until
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY
 
-REQUESTS = 3
 #: What is known of a server that hangs is on disk this soon after SIGTERM, in seconds.
 EVIDENCE_S = 5.0
 NEWEST, OLDER = "0.5.23", ("0.5.9", "0.5.12.post1")
@@ -105,4 +104,4 @@ def _starve(release: str, group: MemoryGroup, folder: Path) -> Wreck:
             group.leave_room(64 << 20)
             os.kill(rank, HOARD_SIGNAL)
 
-        return wreck(server, folder / "crash", strike, requests=REQUESTS)
+        return wreck(server, folder / "crash", strike)

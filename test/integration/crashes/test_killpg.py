@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,8 @@ import pytest
 
 from integration.crashes.whole import assert_whole, times_of
 from integration.faults import CRASH, wait
-from integration.scenario import Wreck, break_one, serving, wreck
+from integration.scenario import Wreck, break_one
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.kernel import procfs
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
@@ -31,24 +28,12 @@ exit $status
 """
 
 
-def members_of(group: int) -> list[str]:
-    """Return the processes of a group but for those that are only waiting to be reaped."""
-    found = []
-    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
-        stat = procfs.read_stat(pid)
-        with contextlib.suppress(ProcessLookupError):
-            if stat is not None and stat.state != "Z" and os.getpgid(pid) == group:
-                found.append(f"{pid} {procfs.read_title(pid)}")
-    return found
-
-
 # The older releases have no such branch of their own, the newest has, and would kill while the requests are written.
 def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: Path) -> None:
-    with serving(release, tmp_path, tp=2, env=ENV) as server:
-        left = wreck(server, tmp_path, wait, breaks_by_itself=True)
-        assert members_of(server.pid) == []
+    left = break_one(release, tmp_path, wait, breaks_by_itself=True, tp=2, env=ENV)
     # The main process, of the same group, is given the time to end with a status of its own.
     assert left.status == ServerExit.RAISED
+    # The group is of the server's session.
     assert left.left == []
     assert_told_before_the_group_died(left)
 
