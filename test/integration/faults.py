@@ -32,7 +32,6 @@ ABORT_WORDS = "CUDA error: an illegal memory access was encountered"
 #: Python runs it before anything else.
 SITE_CODE = f"""
 import ctypes
-import functools
 import os
 import signal
 import subprocess

@@ -117,7 +117,7 @@ def test_a_rank_that_raises_while_loading_is_named(release: str, tmp_path: Path)
     # The tiny model has no weights but those that the test's servers make up.
     with start(release, tmp_path, "--load-format", "auto") as server:
         assert server.popen.wait(timeout=TITLE_TIMEOUT_S) == ServerExit.FAILED_START
-    (stored,) = find_incidents(tmp_path)
+        (stored,) = find_incidents(tmp_path)
     assert stored.document["kind"] in ("exception", "failed_start")
     (text,) = exceptions_of(stored)
     assert "Cannot find any model weights" in text
@@ -129,7 +129,7 @@ def test_a_rank_that_raises_before_serving_is_named(release: str, tmp_path: Path
     with serving(release, tmp_path / "crash", env=env, spins=True) as server:
         os.kill(server.pid_of(SCHEDULER), signal.SIGUSR2)
         assert server.popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.RAISED
-    (stored,) = find_incidents(tmp_path / "crash")
+        (stored,) = find_incidents(tmp_path / "crash")
     (text,) = exceptions_of(stored)
     assert "before the first request" in text
     for process in stored.document["processes"]:
