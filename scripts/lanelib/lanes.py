@@ -15,8 +15,10 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -214,6 +216,15 @@ def check_release(release: str) -> None:
     if not RELEASE.fullmatch(release):
         step = f"name one of: {', '.join(locked_releases())}"
         raise LaneError(f"{release!r} is not an SGLang release such as 0.5.23", next_step=step, exit_code=2)
+
+
+@contextmanager
+def copied(lane: Lane) -> Iterator[Lane]:
+    """Yield a copy of a lane, by hard links: what is installed or patched there is written anew."""
+    with tempfile.TemporaryDirectory(prefix="copy-", dir=LANES) as temporary:
+        copy = Path(temporary) / "lane"
+        shutil.copytree(lane.root, copy, symlinks=True, copy_function=os.link)
+        yield replace(lane, root=copy)
 
 
 def locked_releases() -> list[str]:

@@ -6,8 +6,8 @@
         server.wait_ready()
         docker.run("stop", server.name)
 
-The image is empty, but for `upstream_image`. What a server runs is this machine's own, and the lane, mounted read-only
-at the same places.
+The image is empty, but in `test_images`. What a server runs is this machine's own, and the lane, mounted read-only at
+the same places.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ class DockerHost(Daemon):
         argv = self.command("run", "--rm=false", "--network=host", *options)
         argv += read_only([*_SYSTEM, str(ROOT), *([str(base_of(lane))] if image == EMPTY else [])])
         argv += [] if any(f":{CRASH}" in option for option in options) else [f"--volume={volume}:{CRASH}"]
-        inner = env_of(lane, tp)
+        outer = clean_environment()
+        inner = {name: value for name, value in lane.serve_env().items() if outer.get(name) != value}
+        # The root is empty: no /etc/passwd says whose process it is, which torch asks.
+        inner |= {"HOME": "/tmp", "HOSTNAME": HOST, "USER": "sglang"} | parallel_env(lane, tp, 1)
         # As an image has it: the commands of its Python come first.
         inner["PATH"] = f"{lane.root if image == EMPTY else base_of(lane)}/bin:{os.defpath}"
         inner |= env or {}
@@ -137,7 +140,8 @@ class DockerHost(Daemon):
                 send(self._daemon, signal.SIGTERM)
                 wait_gone([self._daemon], LONG_S)
             keeper.close()
-        for mount in self._mounts():
+        places = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        for mount in sorted((place for place in places if place.startswith(f"{self.folder}/")), reverse=True):
             subprocess.run(["umount", "--lazy", mount], capture_output=True, timeout=LONG_S, check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -150,20 +154,17 @@ class DockerHost(Daemon):
         argv += ["--ip-forward=false", "--log-level=warn"]
         pid = self._keeper.start(argv, self.folder / "dockerd.log", clean_environment() | self._environ)
         self._daemon = read_process(pid)
-        wait_until(self._answers, f"the daemon answers\n{self.log()}", LONG_S)
+        asked = self.command("info")
+        wait_until(
+            lambda: subprocess.run(asked, capture_output=True, timeout=LONG_S, check=False).returncode == 0,
+            f"the daemon answers\n{self.log()}",
+            LONG_S,
+        )
         with tarfile.open(self.folder / "empty.tar", "w") as tar:
             temporary = tarfile.TarInfo("tmp")
             temporary.type, temporary.mode = tarfile.DIRTYPE, 0o1777
             tar.addfile(temporary)
         self.run("import", str(self.folder / "empty.tar"), EMPTY)
-
-    def _answers(self) -> bool:
-        return subprocess.run(self.command("info"), capture_output=True, timeout=LONG_S, check=False).returncode == 0
-
-    def _mounts(self) -> list[str]:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-        places = [line.split()[4] for line in lines]
-        return sorted((place for place in places if place.startswith(f"{self.folder}/")), reverse=True)
 
 
 def read_only(places: Iterable[str]) -> list[str]:
@@ -174,14 +175,6 @@ def read_only(places: Iterable[str]) -> list[str]:
 def base_of(lane: Lane) -> Path:
     """Return the folder of the Python that a lane was made with."""
     return next(path for path in (lane.root / "bin" / "python").resolve().parents if path.name == "bin").parent
-
-
-def env_of(lane: Lane, tp: int) -> dict[str, str]:
-    """Return the environment that a server of a lane needs in a container."""
-    outer = clean_environment()
-    inner = {name: value for name, value in lane.serve_env().items() if outer.get(name) != value}
-    # The root is empty: no /etc/passwd says whose process it is, which torch asks.
-    return inner | {"HOME": "/tmp", "HOSTNAME": HOST, "USER": "sglang"} | parallel_env(lane, tp, 1)
 
 
 class Container(ManagedProcess):

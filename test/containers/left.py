@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 from containers.docker_host import Container
 from incident_schema import assert_fits
+from integration.faults import TP0, TP1
 from integration.scenario import Sent, ask_in_flight
+from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.server_driver import Server as StandIn
+from unit.support.waiting import LONG
 
 REQUEST = Sent("in-flight", "Once upon a time")
-TP0, TP1 = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
-SCHEDULER, DETOKENIZER = "sglang::scheduler", "sglang::detokenizer"
 
 
 def begin(server: Container, tokens: int = 4000) -> None:
@@ -36,6 +39,17 @@ def the_incident(volume: Path) -> tuple[Path, dict[str, Any]]:
     (stored,) = incidents_of(volume)
     assert stored.document is not None
     return stored.path, stored.document
+
+
+def kill_a_rank(server: Container, volume: Path) -> tuple[Path, dict[str, Any]]:
+    """Kill a rank, and expect all that a server with the kit leaves; return the incident with its folder."""
+    begin(server)
+    os.kill(server.pid_of(TP1), signal.SIGKILL)
+    assert server.popen.wait(LONG) == ServerExit.KILLED
+    folder, document = the_incident(volume)
+    assert document["verdict"]["first_failure"]["title"] == TP1
+    assert stack_of(document, TP0)["status"] == "captured"
+    return folder, document
 
 
 def after_the_next_start(volume: Path, temporary: Path) -> list[StoredIncident]:

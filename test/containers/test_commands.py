@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from containers.docker_host import DockerHost
-from containers.left import SCHEDULER, TP0, TP1, the_incident
-from integration.faults import ABORT_SIGNAL, ABORT_WORDS, write_site
-from integration.scenario import run_kit, stopped
+from containers.left import the_incident
+from integration.faults import ABORT_SIGNAL, ABORT_WORDS, TP0, TP1, write_site
+from integration.scenario import SCHEDULER, run_kit, stopped
 from lanelib.lanes import ensure_lane
 from lanelib.servers import wait_all_ready
 from sglang_crashkit.errors import ExitCode

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from containers.docker_host import DockerHost
-from containers.left import TP0, TP1, begin, stack_of, the_incident
+from containers.left import begin, kill_a_rank, stack_of, the_incident
+from integration.faults import TP0, TP1
 from integration.scenario import RELEASES
 from lanelib.lanes import ensure_lane
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -29,13 +30,8 @@ def test_a_killed_rank_ends_the_container_with_a_telling_status(
     docker: DockerHost, volume: Path, release: str, options: tuple[str, ...], user: int
 ) -> None:
     with docker.serve(ensure_lane(release), volume, *options) as server:
-        begin(server)
-        os.kill(server.pid_of(TP1), signal.SIGKILL)
-        assert server.popen.wait(LONG) == ServerExit.KILLED
+        folder, document = kill_a_rank(server, volume)
         assert (server.state("ExitCode"), server.state("OOMKilled")) == (str(int(ServerExit.KILLED)), "false")
-    folder, document = the_incident(volume)
-    assert document["verdict"]["first_failure"]["title"] == TP1
-    assert stack_of(document, TP0)["status"] == "captured"
     assert document["requests"]["unfinished"] == 1
     assert folder.stat().st_uid == user
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from containers.docker_host import DockerHost
-from containers.left import TP0, TP1, after_the_next_start, begin, report_of, stack_of, the_incident
-from integration.faults import RAISE_SIGNAL, write_site
+from containers.left import after_the_next_start, begin, report_of, stack_of, the_incident
+from integration.faults import RAISE_SIGNAL, TP0, TP1, write_site
 from lanelib.lanes import ensure_lane
 from sglang_crashkit.incident.exit_status import ServerExit
 
@@ -19,16 +19,11 @@ pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 MESSAGE = "/dev/termination-log"
 
 
-@pytest.fixture
-def message(temporary: Path) -> Path:
-    path = temporary / "termination-log"
-    path.touch()
-    return path
-
-
 def test_a_rank_that_raises_is_in_the_status_and_in_the_termination_message(
-    docker: DockerHost, volume: Path, temporary: Path, message: Path
+    docker: DockerHost, volume: Path, temporary: Path
 ) -> None:
+    message = temporary / "termination-log"
+    message.touch()
     env = write_site(temporary / "site")
     options = [f"--volume={temporary}/site:{temporary}/site:ro", f"--volume={message}:{MESSAGE}"]
     with docker.serve(ensure_lane("0.5.23"), volume, *options, env=env) as server:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from containers.docker_host import Container, DockerHost
-from containers.left import TP0, TP1, after_the_next_start, begin, incidents_of, report_of, stack_of, the_incident
-from integration.faults import HOARD_SIGNAL, START_SIGNAL, write_site
+from containers.left import after_the_next_start, begin, incidents_of, report_of, stack_of, the_incident
+from integration.faults import HOARD_SIGNAL, START_SIGNAL, TP0, TP1, write_site
 from integration.scenario import handler_pid, run_kit
 from lanelib.lanes import ensure_lane
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit

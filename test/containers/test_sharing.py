@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from containers.docker_host import DockerHost
-from containers.left import DETOKENIZER, SCHEDULER, after_the_next_start, begin, incidents_of, report_of, the_incident
+from containers.left import after_the_next_start, begin, incidents_of, report_of, the_incident
 from integration.crashes.test_process_1 import TWO
-from integration.scenario import shared_memory_of
+from integration.faults import DETOKENIZER
+from integration.scenario import SCHEDULER, shared_memory_of
 from lanelib.lanes import ensure_lane
 from lanelib.procs import title_of, tree_of
 from lanelib.servers import free_port, wait_all_ready
@@ -56,8 +58,7 @@ def test_two_servers_of_a_pod_with_one_pid_namespace_and_one_shared_memory(
 
 
 def test_a_server_in_the_pid_namespace_of_the_host(docker: DockerHost, volume: Path, temporary: Path) -> None:
-    stand_in = StandIn(temporary, crash_folder=temporary / "crash")
-    try:
+    with contextlib.closing(StandIn(temporary, crash_folder=temporary / "crash")) as stand_in:
         with docker.serve(ensure_lane("0.5.23"), volume, "--pid=host", tp=1) as server:
             begin(server)
             os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
@@ -69,8 +70,6 @@ def test_a_server_in_the_pid_namespace_of_the_host(docker: DockerHost, volume: P
         assert stand_in.process.poll() is None
         assert all(procfs.read_stat(pid) is not None for pid in stand_in.ranks.values())
         assert incidents_of(temporary / "crash") == []
-    finally:
-        stand_in.close()
     assert len(after_the_next_start(volume, temporary)) == 1
 
 

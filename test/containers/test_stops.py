@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from containers.docker_host import Container, DockerHost
-from containers.left import SCHEDULER, after_the_next_start, begin, incidents_of
-from integration.scenario import PATIENCE
+from containers.left import after_the_next_start, begin, incidents_of
+from integration.scenario import PATIENCE, SCHEDULER
 from lanelib.lanes import ensure_lane
 from sglang_crashkit.incident.store import find_incidents
 from unit.support.targets import make_tool

@@ -6,12 +6,13 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from containers.docker_host import CRASH, Container, DockerHost
-from containers.left import DETOKENIZER, SCHEDULER, begin, stack_of, the_incident
+from containers.left import begin, stack_of, the_incident
+from integration.faults import DETOKENIZER
+from integration.scenario import SCHEDULER
 from lanelib.lanes import ensure_lane
 from sglang_crashkit.incident.exit_status import ServerExit
 from unit.support.small_disk import fill, mounted
@@ -37,8 +38,8 @@ def serves_and_says(server: Container, words: str) -> None:
     begin(server)
 
 
-def incident_elsewhere(docker: DockerHost, server: Container, to: Path) -> dict[str, Any]:
-    """Kill the rank of a server, and return the incident that is in the container's own temporary folder."""
+def incident_elsewhere(docker: DockerHost, server: Container, to: Path) -> None:
+    """Kill the rank of a server, and expect the incident in the container's own temporary folder."""
     os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
     assert server.popen.wait(LONG) == ServerExit.KILLED
     docker.run("cp", f"{server.name}:{FALLBACK}", str(to))
@@ -48,7 +49,6 @@ def incident_elsewhere(docker: DockerHost, server: Container, to: Path) -> dict[
     assert stack_of(document, DETOKENIZER)["status"] == "captured"
     assert document["requests"]["unfinished"] == 1
     assert Path(document["requests"]["path"]).is_relative_to(FALLBACK)
-    return document
 
 
 def test_a_full_one(docker: DockerHost, volume: Path, temporary: Path) -> None:

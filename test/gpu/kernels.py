@@ -7,9 +7,6 @@ in the context and on the stream that torch uses.
 from __future__ import annotations
 
 import signal
-from pathlib import Path
-
-from integration import import_hook
 
 SPIN, ILLEGAL = "crashkit_spin", "crashkit_illegal"
 SPIN_SIGNAL, ILLEGAL_SIGNAL = signal.SIGRTMIN + 7, signal.SIGRTMIN + 8
@@ -78,8 +75,3 @@ def check(status):
 signal.signal({int(SPIN_SIGNAL)}, lambda *_: launch({SPIN!r}))
 signal.signal({int(ILLEGAL_SIGNAL)}, lambda *_: launch({ILLEGAL!r}, {NOWHERE:#x}))
 """
-
-
-def write_site(folder: Path) -> dict[str, str]:
-    """Write what makes a process obey the two signals; return the environment that brings it in."""
-    return import_hook.write_site(folder, SITE_CODE)

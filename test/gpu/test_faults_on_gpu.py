@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from gpu.gpu_server import SCHEDULER, break_server
-from gpu.kernels import ILLEGAL, ILLEGAL_SIGNAL, SPIN, SPIN_SIGNAL, write_site
+from gpu.kernels import ILLEGAL, ILLEGAL_SIGNAL, SITE_CODE, SPIN, SPIN_SIGNAL
 from integration.faults import HANG, UNHEALTHY, send, then_terminate
+from integration.import_hook import write_site
 from integration.scenario import Wreck
 from sglang_crashkit.capture.debugger import find_cuda_gdb
 
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.live, pytest.mark.timeout(900)]
 def hung(lane: Any, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     """Return what is left of a server with a kernel that never ends, ended as an orchestrator would."""
     folder = tmp_path_factory.mktemp("hung")
-    env = write_site(folder / "site") | UNHEALTHY
+    env = write_site(folder / "site", SITE_CODE) | UNHEALTHY
     return break_server(lane, folder / "crash", then_terminate(SCHEDULER, signum=SPIN_SIGNAL), env)
 
 
@@ -72,7 +73,7 @@ def test_the_core_is_private_and_lacks_the_gpus_memory(hung):
 
 
 def test_an_illegal_access_names_the_kernel_and_what_it_did(lane, tmp_path, findings, read_core):
-    env = write_site(tmp_path / "site")
+    env = write_site(tmp_path / "site", SITE_CODE)
 
     left = break_server(lane, tmp_path / "crash", send(SCHEDULER, ILLEGAL_SIGNAL), env)
 

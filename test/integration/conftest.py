@@ -46,6 +46,12 @@ def lane(release: str) -> Lane:
     return ensure_lane(release)
 
 
+@pytest.fixture(scope="module", params=["0.5.9", pytest.param("0.5.12.post1", marks=pytest.mark.matrix), "0.5.23"])
+def end_lane(request: pytest.FixtureRequest) -> Lane:
+    """The lanes of the oldest and of the newest release, and in the matrix of one between."""
+    return ensure_lane(request.param)
+
+
 @pytest.fixture
 def temporary() -> Iterator[Path]:
     """A temporary folder for servers: SGLang and the kit put their sockets there, whose paths must be short."""

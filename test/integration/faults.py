@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -109,7 +110,7 @@ class Fault:
     args: tuple[str, ...] = ()  # more arguments for the server
     requests: int = 3  # how many requests are in flight; 0 for a server that was never asked anything
     most_s: float = 60.0  # from what ends the server to its exit, in seconds, with a margin for a busy machine
-    rare: bool = False  # whether it belongs to the full matrix on every release
+    is_rare: bool = True  # whether it belongs to the full matrix on every release
 
     def __str__(self) -> str:
         return self.name
@@ -162,65 +163,26 @@ WATCHDOG = ("--watchdog-timeout", "5")
 HANG_S = 10.0
 HANG = ("child_failure", "hang")
 SIGKILLED = ("signal", "SIGKILL")
+killed = functools.partial(Fault, status=ServerExit.KILLED, end=SIGKILLED)
+raised = functools.partial(Fault, status=ServerExit.RAISED, kinds=("exception",))
+hung = functools.partial(Fault, status=ServerExit.HUNG, kinds=HANG, env=UNHEALTHY, most_s=HANG_S)
 
 FAULTS = (
-    Fault("segfault", send(TP0, signal.SIGSEGV), TP0, 128 + signal.SIGSEGV, end=("signal", "SIGSEGV"), rare=True),
-    Fault("abort", send(TP1, signal.SIGABRT), TP1, 128 + signal.SIGABRT, end=("signal", "SIGABRT"), rare=True),
-    Fault("exception", wait, "sglang::scheduler_TP", ServerExit.RAISED, ("exception",), env=CRASH, rare=True),
-    Fault(
-        "exception-of-a-replica",
-        wait,
-        "sglang::scheduler_DP",
-        ServerExit.RAISED,
-        ("exception",),
-        env=CRASH,
-        dp=2,
-        rare=True,
-    ),
-    Fault(
-        "exception-of-the-detokenizer",
-        send(DETOKENIZER, RAISE_SIGNAL),
-        DETOKENIZER,
-        ServerExit.RAISED,
-        ("exception",),
-        rare=True,
-    ),
-    Fault(
-        "exception-of-the-controller",
-        send(CONTROLLER, RAISE_SIGNAL),
-        CONTROLLER,
-        ServerExit.RAISED,
-        ("exception",),
-        dp=2,
-        rare=True,
-    ),
+    Fault("segfault", send(TP0, signal.SIGSEGV), TP0, 128 + signal.SIGSEGV, end=("signal", "SIGSEGV")),
+    Fault("abort", send(TP1, signal.SIGABRT), TP1, 128 + signal.SIGABRT, end=("signal", "SIGABRT")),
+    raised("exception", wait, "sglang::scheduler_TP", env=CRASH),
+    raised("exception-of-a-replica", wait, "sglang::scheduler_DP", env=CRASH, dp=2),
+    raised("exception-of-the-detokenizer", send(DETOKENIZER, RAISE_SIGNAL), DETOKENIZER),
+    raised("exception-of-the-controller", send(CONTROLLER, RAISE_SIGNAL), CONTROLLER, dp=2),
     # What SGLang does not catch, and what no one can.
-    Fault("panic", send(TP1, PANIC_SIGNAL), TP1, ServerExit.RAISED, ("exception",)),
-    Fault("sys-exit", send(TP1, EXIT_SIGNAL), TP1, ServerExit.RAISED, ("exception",), rare=True),
-    Fault(
-        "os-exit",
-        send(TP1, VANISH_SIGNAL),
-        TP1,
-        ServerExit.EXITED,
-        ("exited",),
-        end=("exit_status", None),
-        rare=True,
-    ),
-    Fault("detokenizer", send(DETOKENIZER, signal.SIGKILL), DETOKENIZER, ServerExit.KILLED, end=SIGKILLED, tp=1),
-    Fault(
-        "controller", send(CONTROLLER, signal.SIGKILL), CONTROLLER, ServerExit.KILLED, end=SIGKILLED, dp=2, rare=True
-    ),
-    Fault("replica", send(DP1, signal.SIGKILL), DP1, ServerExit.KILLED, end=SIGKILLED, dp=2, rare=True),
-    Fault("main", lambda server: os.kill(server.pid, signal.SIGKILL), MAIN, -signal.SIGKILL, end=SIGKILLED, rare=True),
-    Fault(
-        "before-the-first-request",
-        send(TP0, signal.SIGKILL),
-        TP0,
-        ServerExit.KILLED,
-        end=SIGKILLED,
-        requests=0,
-        rare=True,
-    ),
+    raised("panic", send(TP1, PANIC_SIGNAL), TP1, is_rare=False),
+    raised("sys-exit", send(TP1, EXIT_SIGNAL), TP1),
+    Fault("os-exit", send(TP1, VANISH_SIGNAL), TP1, ServerExit.EXITED, ("exited",), end=("exit_status", None)),
+    killed("detokenizer", send(DETOKENIZER), DETOKENIZER, tp=1, is_rare=False),
+    killed("controller", send(CONTROLLER), CONTROLLER, dp=2),
+    killed("replica", send(DP1), DP1, dp=2),
+    Fault("main", lambda server: os.kill(server.pid, signal.SIGKILL), MAIN, -signal.SIGKILL, end=SIGKILLED),
+    killed("before-the-first-request", send(TP0), TP0, requests=0),
     # The health check is not asked: the scheduler that waits for the stopped one notices by its own watchdog.
     Fault(
         "stopped-in-a-decode",
@@ -230,39 +192,8 @@ FAULTS = (
         ("hang",),
         stopped=(TP1,),
         args=WATCHDOG,
-        most_s=60,
-        rare=True,
     ),
-    Fault(
-        "stopped",
-        then_terminate(TP1),
-        TP1,
-        ServerExit.HUNG,
-        HANG,
-        stopped=(TP1,),
-        env=UNHEALTHY,
-        most_s=HANG_S,
-        rare=True,
-    ),
-    Fault(
-        "both-stopped",
-        then_terminate(TP0, TP1),
-        None,
-        ServerExit.HUNG,
-        HANG,
-        stopped=(TP0, TP1),
-        env=UNHEALTHY,
-        most_s=HANG_S,
-        rare=True,
-    ),
-    Fault(
-        "spinning",
-        then_terminate(TP1, signum=SPIN_SIGNAL),
-        TP1,
-        ServerExit.HUNG,
-        HANG,
-        env=UNHEALTHY,
-        most_s=HANG_S,
-        rare=True,
-    ),
+    hung("stopped", then_terminate(TP1), TP1, stopped=(TP1,)),
+    hung("both-stopped", then_terminate(TP0, TP1), None, stopped=(TP0, TP1)),
+    hung("spinning", then_terminate(TP1, signum=SPIN_SIGNAL), TP1),
 )

@@ -63,13 +63,10 @@ def memory_group(name: str) -> Iterator[MemoryGroup]:
             raise NoMemoryGroupError(f"{path} has no memory controller")
         yield MemoryGroup(path, path / limit, path / usage)
     finally:
-        _remove(path)
 
+        def is_removed() -> bool:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            return not path.exists()
 
-def _remove(path: Path) -> None:
-    def is_removed() -> bool:
-        with contextlib.suppress(OSError):
-            path.rmdir()
-        return not path.exists()
-
-    wait_until(is_removed, f"{path} has no process any more", 10)
+        wait_until(is_removed, f"{path} has no process any more", 10)

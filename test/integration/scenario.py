@@ -29,6 +29,7 @@ from sglang_crashkit.memory.journal import JournalReader
 from sglang_crashkit.memory.ring import NAME as JOURNAL
 from sglang_crashkit.memory.ring import RingError
 from unit.support.server_driver import PATIENCE as PATIENCE
+from unit.support.server_driver import piece_of
 from unit.support.targets import state_of
 from unit.support.waiting import wait_until, watched_pids
 
@@ -96,7 +97,7 @@ class Wreck:
 
     @property
     def incident(self) -> dict[str, Any]:
-        assert len(self.incidents) == 1, f"{len(self.incidents)} incidents: {[str(p) for p, _ in self.incidents]}"
+        assert len(self.incidents) == 1, f"{[str(path) for path, _ in self.incidents]}\n{self.log[-3000:]}"
         return self.incidents[0][1]
 
     @property
@@ -113,9 +114,7 @@ class Wreck:
 
     def evidence(self, title: str, kind: str) -> dict[str, Any]:
         """Return the only piece of evidence of this kind on that process."""
-        found = [piece for piece in self.report(title)["evidence"] if piece["kind"] == kind]
-        assert len(found) == 1, f"{len(found)} pieces of kind {kind} on {title}"
-        return found[0]
+        return piece_of(self.report(title), kind)
 
     def text(self, title: str, kind: str) -> str:
         """Return what the file of that piece holds."""
@@ -152,12 +151,12 @@ def wreck(
     requests: int = 3,
     breaks_by_itself: bool = False,
 ) -> Wreck:
-    """Break a ready server while long requests are under way, and gather what is left.
+    """Break a ready server while long requests are under way, or one that starts, and gather what is left.
 
     Where it breaks by itself once it works on them, its schedulers are held until all have arrived.
     """
     members = members_of(server)
-    pids = {member.title: member.pid for member in members if "::" in member.title}
+    pids = {member.title: member.pid for member in members if "::" in member.title and not member.is_fork}
     known = [member.process for member in members]
     known += [process for pid in handlers_of(server) if (process := read_process(pid)) is not None]
     sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]
@@ -167,7 +166,7 @@ def wreck(
         threads = [ask(server, request) for request in sent]
         if breaks_by_itself:
             wait_until(lambda: rids <= journaled_rids(server.pid), f"{sorted(rids)} have arrived", IN_FLIGHT_S)
-        else:
+        elif rids:
             wait_in_flight(server, rids, log_size)
     # A request has compilers started.
     known += tree_of(server.pid) if server.popen.poll() is None else []
@@ -230,6 +229,15 @@ def stopped(*pids: int) -> Iterator[None]:
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+
+
+def states_until_gone(pid: int) -> str:
+    """Return the state letters of a process, one every 5 ms, once it is dead."""
+    states = []
+    while (state := state_of(pid)) not in ("", "Z", "X"):
+        states.append(state)
+        time.sleep(0.005)
+    return "".join(states)
 
 
 def wait_in_flight(server: ManagedProcess, rids: Collection[str], log_from: int) -> None:

@@ -9,16 +9,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--pd-device", default="cpu", choices=("cpu", "cuda"), help="where prefill and decode run")
 
 
-def option(config: pytest.Config, name: str, default: str) -> str:
-    # Not registered where this folder is not named on the command line.
-    return str(config.getoption(name, default=default))
+# The options are not registered where this folder is not named on the command line.
 
 
 @pytest.fixture(scope="session")
 def pd_release(pytestconfig: pytest.Config) -> str:
-    return option(pytestconfig, "--pd-release", "0.5.23")
+    return str(pytestconfig.getoption("--pd-release", "0.5.23"))
 
 
 @pytest.fixture(scope="session")
 def pd_device(pytestconfig: pytest.Config) -> str:
-    return option(pytestconfig, "--pd-device", "cpu")
+    return str(pytestconfig.getoption("--pd-device", "cpu"))

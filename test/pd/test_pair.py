@@ -33,10 +33,6 @@ class Loss:
     reports: list[dict[str, Any]]
     folder: Path
 
-    def failed(self, name: str) -> dict[str, Any]:
-        (report,) = [r for r in self.reports if r["name"] == name and r["outcome"] == "failed"]
-        return report
-
 
 @pytest.fixture(scope="module", params=VICTIMS)
 def loss(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pd_release, pd_device) -> Loss:
@@ -62,7 +58,9 @@ def loss(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_running_test_fails_by_name_within_seconds(loss: Loss, capsys: pytest.CaptureFixture[str]) -> None:
-    seconds = loss.failed("test_that_is_cut_short")["time"] - loss.killed
+    failed = [one for one in loss.reports if one["outcome"] == "failed"]
+    (report,) = [one for one in failed if one["name"] == "test_that_is_cut_short"]
+    seconds = report["time"] - loss.killed
     with capsys.disabled():
         line = f"{loss.victim}: from its death to the failed test {seconds:.2f} s, evidence included"
         print(f"\n{line}", flush=True)  # noqa: T201 - the figure that this test is for

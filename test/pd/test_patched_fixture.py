@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from lanelib.lanes import Lane, ensure_lane
+from lanelib.lanes import ensure_lane
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -51,12 +51,9 @@ unittest.main(argv=["pd", "-v"])
 """
 
 
-@pytest.fixture(params=["0.5.9", "0.5.12.post1", "0.5.23"])
-def lane(request: pytest.FixtureRequest) -> Lane:
-    return ensure_lane(request.param)
-
-
-def test_the_fixture_watches_each_process_until_the_teardown(lane: Lane) -> None:
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.12.post1", "0.5.23"])
+def test_the_fixture_watches_each_process_until_the_teardown(release: str) -> None:
+    lane = ensure_lane(release)
     done = subprocess.run(
         [lane.python, "-c", TESTS], env=lane.serve_env(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

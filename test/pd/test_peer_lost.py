@@ -49,8 +49,8 @@ class Parting:
     """What a lost server left of a pair."""
 
     victim: str  # which server was killed
-    lost: list[StoredIncident]  # the incidents in which the other one tells of it
-    other: list[StoredIncident]  # all other incidents
+    lost: StoredIncident  # the only incident in which the other one tells of it
+    other: StoredIncident  # the only other incident
     #: each process that the lost server had, and each that the other one had, before
     members: tuple[list[Member], list[Member]]
     killed: float  # when it was killed, in seconds since the epoch
@@ -68,11 +68,6 @@ def addresses_of(server: Server) -> set[str]:
     schedulers = [pid for pid, title in server.processes() if title.startswith("sglang::scheduler")]
     found = [connection for pid in schedulers for connection in psutil.Process(pid).net_connections("tcp")]
     return {f"{c.laddr.ip}:{c.laddr.port}" for c in found if c.status == psutil.CONN_LISTEN}
-
-
-def document_of(stored: StoredIncident) -> dict[str, Any]:
-    assert stored.document is not None
-    return stored.document
 
 
 def kill(victim: str, pair: PDServers) -> float:
@@ -132,18 +127,18 @@ def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting
         gone = verdict_of(collector)
 
     def told() -> list[StoredIncident]:
-        return [found for found in whole_incidents(folder) if document_of(found)["kind"] == "peer_lost"]
+        return [found for found in whole_incidents(folder) if found.document["kind"] == "peer_lost"]
 
     wait_until(told, "the survivor tells of it", timeout_secs=60)
     time.sleep(max(0.0, killed + AFTER_S - time.time()))
     serves = survivor.poll_ready()
     dead.popen.wait(timeout=60)
     wait_until(
-        lambda: any(document_of(found)["server"]["pid"] == dead.pid for found in whole_incidents(folder)),
+        lambda: any(found.document["server"]["pid"] == dead.pid for found in whole_incidents(folder)),
         "the dead one's incident",
     )
-    lost = told()
-    other = [found for found in whole_incidents(folder) if document_of(found)["kind"] != "peer_lost"]
+    (lost,) = told()
+    (other,) = [found for found in whole_incidents(folder) if found.document["kind"] != "peer_lost"]
     return Parting(
         victim,
         lost,
@@ -170,8 +165,7 @@ def parting(
 
 
 def test_the_survivor_says_who_is_gone_once_sglang_knows(parting: Parting, capsys: pytest.CaptureFixture[str]) -> None:
-    (stored,) = parting.lost
-    document = document_of(stored)
+    document = parting.lost.document
     assert document["server"]["pid"] == parting.survivor_pid
     (peer,) = document["peers"]
     assert (peer["role"], peer["sign"]) == (parting.victim, SIGNS[parting.victim])
@@ -185,8 +179,7 @@ def test_the_survivor_says_who_is_gone_once_sglang_knows(parting: Parting, capsy
 
 
 def test_it_names_the_requests_that_wait(parting: Parting) -> None:
-    (stored,) = parting.lost
-    document = document_of(stored)
+    document = parting.lost.document
     (peer,) = document["peers"]
     named = [request["rid"] for request in peer["requests"]]
     # Those of the batch that runs as the first transfer fails are in none of prefill's queues.
@@ -201,8 +194,7 @@ def test_it_names_the_requests_that_wait(parting: Parting) -> None:
 
 
 def test_every_process_of_the_survivor_is_listed_and_goes_on(parting: Parting) -> None:
-    (stored,) = parting.lost
-    document = document_of(stored)
+    document = parting.lost.document
     titles = [process["title"] for process in document["processes"] if process["role"] == "scheduler"]
     assert len(titles) == 1
     for process in document["processes"]:
@@ -212,40 +204,37 @@ def test_every_process_of_the_survivor_is_listed_and_goes_on(parting: Parting) -
             assert kinds.pop("log") in ("captured", "skipped"), process
             own = {"scheduler": {"steps": "captured"}, "server": {"environment": "captured"}}.get(process["role"], {})
             assert kinds == {"proc_state": "captured", "stack": "skipped"} | own, process
-    assert not (stored.path / "stacks").exists()
+    assert not (parting.lost.path / "stacks").exists()
     assert document["complete"] is True
     assert_present(document, parting.members[1])
     assert_ends(document, {})
     assert document["requests"]["reason"] == "the server went on"
     # Decode has given up by then what it waited for in vain.
-    in_journal = journaled(document, stored.path, "unfinished", "finished", "dropped")
+    in_journal = journaled(document, parting.lost.path, "unfinished", "finished", "dropped")
     assert {rid: in_journal.get(rid) for rid in RIDS} == dict.fromkeys(RIDS, PROMPT)
     assert parting.serves
 
 
 def test_nobody_of_the_survivor_failed_first(parting: Parting) -> None:
-    (stored,) = parting.lost
-    assert document_of(stored)["verdict"]["first_failure"] is None
+    assert parting.lost.document["verdict"]["first_failure"] is None
 
 
 def test_the_dead_server_has_an_incident_of_its_own(parting: Parting) -> None:
-    (stored,) = parting.other
-    document = document_of(stored)
+    document = parting.other.document
     assert (document["server"]["pid"], document["complete"]) == (parting.dead_pid, True)
     assert document["kind"] == "killed"
     assert document["verdict"]["kind"] == "signal"
     # Of processes that are killed at once any may be gone first.
     struck = {parting.dead_rank} if parting.victim == "decode" else {member.pid for member in parting.members[0]}
     assert document["verdict"]["first_failure"]["pid"] in struck
-    assert_requests(document, stored.path, [Sent(rid, PROMPT) for rid in RIDS])
+    assert_requests(document, parting.other.path, [Sent(rid, PROMPT) for rid in RIDS])
 
 
 def test_every_process_of_the_dead_server_is_accounted_for(parting: Parting) -> None:
-    (stored,) = parting.other
-    document = document_of(stored)
+    document = parting.other.document
     if parting.victim == "decode":
         assert_present(document, parting.members[0])
-        assert_told(document, stored.path, [parting.dead_rank])
+        assert_told(document, parting.other.path, [parting.dead_rank])
         assert_ends(document, {parting.dead_rank: ("signal", "SIGKILL")})
         return
     # All of it was killed, helpers too, which do not matter where they are gone first.

@@ -2,8 +2,7 @@
 
 ::
 
-    with Cluster() as cluster:
-        job = cluster.allocate()
+    with Cluster() as cluster, cluster.allocate() as job:
         cluster.run(["srun", f"--jobid={job}", "hostname"])
 """
 
@@ -141,12 +140,13 @@ class Cluster(Daemon):
                 except subprocess.TimeoutExpired:
                     process.kill()
 
-    def allocate(self, *, nodes: int = 2) -> str:
-        """Give `nodes` nodes to a job without processes; return its id."""
+    def allocate(self, *, nodes: int = 2) -> contextlib.AbstractContextManager[str]:
+        """Give `nodes` nodes to a job without processes; see `batch`."""
         return self.batch("while :; do sleep 60; done", nodes=nodes)
 
-    def batch(self, script: str, *, nodes: int = 2) -> str:
-        """Run lines of shell as a job on `nodes` nodes; return its id once it runs.
+    @contextlib.contextmanager
+    def batch(self, script: str, *, nodes: int = 2) -> Iterator[str]:
+        """Run lines of shell as a job on `nodes` nodes, and yield its id once it runs; it is over with the block.
 
         What it prints is in ``job-ID.log`` in the cluster's folder.
         """
@@ -163,8 +163,13 @@ class Cluster(Daemon):
             str(path),
         ]
         job = self.run(argv).strip()
-        wait_until(lambda: self.state(job) == "RUNNING", f"job {job} runs\n{self.logs()}", LONG_S)
-        return job
+        try:
+            wait_until(lambda: self.state(job) == "RUNNING", f"job {job} runs\n{self.logs()}", LONG_S)
+            yield job
+        finally:
+            self.run(["scancel", job])
+            over = {"", "CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL"}
+            wait_until(lambda: self.state(job) in over, f"job {job} is over", LONG_S)
 
     def bundle(self, writable: Sequence[Path], places: Sequence[Path]) -> Path:
         """Make an OCI bundle for ``srun --container``: an empty root with folders of this machine, and its network."""
@@ -190,19 +195,19 @@ class Cluster(Daemon):
         printed = self.run(["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%j"])
         return [name for name in printed.split() if name not in {"batch", "extern"}]
 
-    def cancel(self, job: str) -> None:
-        """End a job and wait until it is over."""
-        self.run(["scancel", job])
-        over = {"", "CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL"}
-        wait_until(lambda: self.state(job) in over, f"job {job} is over", LONG_S)
-
-    def stop_node(self, node: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Kill the slurmd of a node, or stop it with SIGSTOP; its job's processes go on."""
+    @contextlib.contextmanager
+    def without_node(self, node: str, number: signal.Signals = signal.SIGKILL) -> Iterator[None]:
+        """Kill the slurmd of a node, or stop it with SIGSTOP, until the end of the block; its job's processes go on."""
         process = read_process(self._slurmds[node])
         assert process is not None, f"no slurmd of {node}"
         send(process, number)
-        state = {signal.SIGKILL: (None, "Z"), signal.SIGSTOP: ("T",)}[number]
-        wait_until(lambda: getattr(read_process(process.pid), "state", None) in state, f"slurmd of {node} is stopped")
+        try:
+            state = {signal.SIGKILL: (None, "Z"), signal.SIGSTOP: ("T",)}[number]
+            stopped = f"slurmd of {node} is stopped"
+            wait_until(lambda: getattr(read_process(process.pid), "state", None) in state, stopped)
+            yield
+        finally:
+            self.start_node(node)
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node again, or let it go on, and wait until the node answers."""
@@ -251,9 +256,7 @@ class Cluster(Daemon):
         wait_until(lambda: (self.folder / "munge.socket").exists(), "munged listens", LONG_S)
         self._launch("slurmctld", "-D", "-c")
         for node in NODES:
-            self._slurmds[node] = self._launch("slurmd", "-D", "-N", node)
-        for node in NODES:
-            wait_until(lambda node=node: self._answers(node), f"node {node} answers\n{self.logs()}", LONG_S)
+            self.start_node(node)
 
     def _launch(self, name: str, *arguments: str) -> int:
         """Start a daemon and return its pid."""

@@ -26,6 +26,5 @@ def cluster(running_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluste
 @pytest.fixture
 def job(cluster: Cluster) -> Iterator[str]:
     """A job on both nodes, without processes of its own."""
-    job = cluster.allocate()
-    yield job
-    cluster.cancel(job)
+    with cluster.allocate() as job:
+        yield job

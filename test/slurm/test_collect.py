@@ -5,7 +5,6 @@ The ranks are no SGLang's, but processes with such a title below a launcher.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -14,10 +13,10 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from integration.commands.test_collect import Collected, collect
 from integration.scenario import run_kit, stopped
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.model.snapshot import parse
@@ -74,34 +73,22 @@ def wait_for_ranks(cluster: Cluster, job: str, folder: Path) -> Crowd:
 @pytest.fixture(scope="module")
 def crowd(running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
     folder = tmp_path_factory.mktemp("ranks")
-    job = running_cluster.batch(workers(folder))
-    try:
+    with running_cluster.batch(workers(folder)) as job:
         yield wait_for_ranks(running_cluster, job, folder)
-    finally:
-        running_cluster.cancel(job)
 
 
-def collect(
-    cluster: Cluster, job: str, *arguments: str, quick: tuple[str, ...] = QUICK
-) -> subprocess.CompletedProcess[str]:
-    """Run ``sglang-crashkit collect`` for a job."""
-    argv = ("collect", f"--slurm-job={job}", *quick, *arguments)
+def collect_text(cluster: Cluster, job: str, output: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``sglang-crashkit collect`` for a job as a person does."""
+    argv = ("collect", f"--slurm-job={job}", *QUICK, f"--output-dir={output}")
     return run_kit(*argv, status=None, env=cluster.environ, timeout_s=LONG_S)
 
 
-def result_of(done: subprocess.CompletedProcess[str], status: ExitCode) -> dict[str, Any]:
-    assert done.returncode == status, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
+def collect_for(cluster: Cluster, job: str, output: Path, *words: str) -> Collected:
+    return collect(output, f"--slurm-job={job}", *QUICK, *words, env=cluster.environ, timeout_s=LONG_S)
 
 
-def problems_of(document: dict[str, Any], node: str) -> list[dict[str, str]]:
-    (found,) = [one["problems"] for one in document["nodes"] if one["node"] == node]
-    return found
-
-
-def pids_of(document: dict[str, Any]) -> dict[str, list[int]]:
-    return {node["node"]: [process["pid"] for process in node["processes"]] for node in document["nodes"]}
+def pids_of(found: Collected) -> dict[str, list[int]]:
+    return {node["node"]: [process["pid"] for process in node["processes"]] for node in found.document["nodes"]}
 
 
 def only_on(node: str, command: str, otherwise: str = f'exec {shlex.join(KIT)} "$@"') -> str:
@@ -110,24 +97,9 @@ def only_on(node: str, command: str, otherwise: str = f'exec {shlex.join(KIT)} "
     return shlex.join(["bash", "-c", script, "bash"])
 
 
-def test_the_ranks_of_both_nodes_are_in_one_result(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
-    with stopped(crowd.ranks["n2"]):
-        document = result_of(collect(cluster, crowd.job, "--json", f"--output-dir={tmp_path}"), ExitCode.DONE)
-    # Both nodes are this machine, and neither has the other's.
-    assert pids_of(document) == {node: [pid] for node, pid in crowd.ranks.items()}
-    ranks = {node["node"]: node["processes"][0] for node in document["nodes"]}
-    assert [ranks[node]["ranks"] for node in NODES] == [{"tp": 0}, {"tp": 1}]
-    assert [ranks[node]["states"] for node in NODES] == [["S", "S"], ["T", "T"]]
-    for node, pid in crowd.ranks.items():
-        (text,) = (tmp_path / node).glob(f"pyspy_*_{pid}.txt")
-        assert "all_reduce" in text.read_text()
-        rounds = [parse(path.read_text()) for path in (tmp_path / node).glob("snapshot_*.json")]
-        assert [[process.pid for process in one.processes] for one in rounds] == [[pid], [pid]]
-
-
 def test_each_rank_is_shown_with_its_node_and_place(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
     with stopped(crowd.ranks["n2"]):
-        done = collect(cluster, crowd.job, f"--output-dir={tmp_path}")
+        done = collect_text(cluster, crowd.job, tmp_path)
     lines = [line.split()[:6] for line in done.stdout.splitlines() if line.startswith(("n1 ", "n2 "))]
     assert lines == [
         ["n1", "TP0", "pid", str(crowd.ranks["n1"]), "S", "all_reduce"],
@@ -144,10 +116,10 @@ def test_each_rank_is_shown_with_its_node_and_place(cluster: Cluster, crowd: Cro
 
 def test_a_node_without_the_tool_is_named_beside_the_result(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
     command = only_on("n2", "exec python3 -I -S -m sglang_crashkit")
-    done = collect(cluster, crowd.job, "--json", f"--output-dir={tmp_path}", f"--remote-command={command}")
-    document = result_of(done, ExitCode.PARTIAL)
-    assert pids_of(document) == {"n1": [crowd.ranks["n1"]], "n2": []}
-    (problem,) = problems_of(document, "n2")
+    found = collect_for(cluster, crowd.job, tmp_path, f"--remote-command={command}")
+    assert found.status == ExitCode.PARTIAL, found.document
+    assert pids_of(found) == {"n1": [crowd.ranks["n1"]], "n2": []}
+    (problem,) = found.node("n2")["problems"]
     assert "No module named sglang_crashkit" in problem["why"]
     assert "install sglang-crashkit" in problem["next"]
 
@@ -155,14 +127,11 @@ def test_a_node_without_the_tool_is_named_beside_the_result(cluster: Cluster, cr
 def test_a_node_without_slurmd_is_named_beside_the_others_result(
     cluster: Cluster, crowd: Crowd, tmp_path: Path
 ) -> None:
-    cluster.stop_node("n2")
-    try:
-        done = collect(cluster, crowd.job, "--json", f"--output-dir={tmp_path}")
-    finally:
-        cluster.start_node("n2")
-    document = result_of(done, ExitCode.PARTIAL)
-    assert pids_of(document) == {"n1": [crowd.ranks["n1"]], "n2": []}
-    (problem,) = problems_of(document, "n2")
+    with cluster.without_node("n2"):
+        found = collect_for(cluster, crowd.job, tmp_path)
+    assert found.status == ExitCode.PARTIAL, found.document
+    assert pids_of(found) == {"n1": [crowd.ranks["n1"]], "n2": []}
+    (problem,) = found.node("n2")["problems"]
     assert "without a result: " in problem["why"]
     assert problem["next"].endswith("scontrol show node n2")
 
@@ -173,12 +142,12 @@ def test_endless_debuggers_are_called_off_before_nodes_are_given_up(
     make_tool(tmp_path / "bin", "echo it began\nexec sleep 600", "cuda-gdb")
     command = shlex.join(["env", f"PATH={tmp_path}/bin:/usr/bin:/bin", *KIT])
     output = tmp_path / "output"
-    arguments = ["--json", f"--output-dir={output}", f"--remote-command={command}", "--node-timeout=60"]
-    done = collect(cluster, crowd.job, *arguments, quick=(*QUICK, "--native"))
-    document = result_of(done, ExitCode.DONE)
-    assert pids_of(document) == {node: [pid] for node, pid in crowd.ranks.items()}
+    words = (f"--remote-command={command}", "--node-timeout=60", "--native")
+    found = collect_for(cluster, crowd.job, output, *words)
+    assert found.status == ExitCode.DONE, found.document
+    assert pids_of(found) == {node: [pid] for node, pid in crowd.ranks.items()}
     for node, pid in crowd.ranks.items():
-        assert [problem["why"] for problem in problems_of(document, node)] == ["cuda-gdb was called off"]
+        assert [problem["why"] for problem in found.node(node)["problems"]] == ["cuda-gdb was called off"]
         (text,) = (output / node).glob(f"cudagdb_*_{pid}.txt")
         assert "it began" in text.read_text()
 
@@ -191,10 +160,10 @@ def test_files_come_with_the_answer_of_a_node_with_a_file_system_of_its_own(
         pytest.skip(f"no file system of its own can be given to a node here: {probe.stderr.strip()}")
     output = tmp_path / "output"
     own = f'exec unshare --mount bash -c \'mount -t tmpfs own {tmp_path} && exec {shlex.join(KIT)} "$@"\' bash "$@"'
-    arguments = ["--json", f"--output-dir={output}", f"--remote-command={only_on('n2', own)}"]
-    document = result_of(collect(cluster, crowd.job, *arguments), ExitCode.DONE)
-    assert pids_of(document) == {node: [pid] for node, pid in crowd.ranks.items()}
-    assert problems_of(document, "n2") == []
+    found = collect_for(cluster, crowd.job, output, f"--remote-command={only_on('n2', own)}")
+    assert found.status == ExitCode.DONE, found.document
+    assert pids_of(found) == {node: [pid] for node, pid in crowd.ranks.items()}
+    assert found.node("n2")["problems"] == []
     (text,) = (output / "n2").glob(f"pyspy_*_{crowd.ranks['n2']}.txt")
     assert "all_reduce" in text.read_text()
     rounds = [parse(path.read_text()) for path in sorted((output / "n2").glob("snapshot_*.json"))]
@@ -202,7 +171,7 @@ def test_files_come_with_the_answer_of_a_node_with_a_file_system_of_its_own(
 
 
 def test_a_job_without_sglang_is_nothing_to_do(cluster: Cluster, job: str, tmp_path: Path) -> None:
-    done = collect(cluster, job, f"--output-dir={tmp_path}")
+    done = collect_text(cluster, job, tmp_path)
     assert done.returncode == ExitCode.NOTHING, done.stderr
     assert done.stdout.splitlines()[1:3] == ["n1  no process of SGLang", "n2  no process of SGLang"]
 
@@ -223,11 +192,8 @@ def test_the_collector_of_a_job_script_collects_on_both_nodes(cluster: Cluster, 
         touch {tmp_path}/collected
         wait
     """)
-    job = cluster.batch(script)
-    try:
+    with cluster.batch(script) as job:
         crowd = wait_for_ranks(cluster, job, ranks)
         wait_until((tmp_path / "collected").exists, f"it has collected\n{cluster.logs()}", LONG_S)
         found = {path.name.rpartition("_")[2] for path in (log_dir / "backtraces").glob("pyspy_*.txt")}
         assert found == {f"{pid}.txt" for pid in crowd.ranks.values()}, cluster.logs()
-    finally:
-        cluster.cancel(job)

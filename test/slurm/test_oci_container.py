@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from containers.docker_host import base_of
-from containers.left import SCHEDULER, stack_of, the_incident
-from integration.scenario import run_kit, serving
+from containers.left import stack_of, the_incident
+from integration.scenario import SCHEDULER, run_kit, serving
 from lanelib.lanes import ensure_lane
 from lanelib.paths import ROOT
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -42,11 +42,11 @@ def volume() -> Iterator[Path]:
 def test_a_rank_that_is_killed_ends_the_step_with_a_telling_status(
     cluster: Cluster, volume: Path, tmp_path: Path
 ) -> None:
-    lane, job = ensure_lane("0.5.23"), cluster.allocate(nodes=1)
+    lane = ensure_lane("0.5.23")
     bundle = cluster.bundle([volume, Path("/tmp")], [*SYSTEM, ROOT, base_of(lane)])
-    step = ["srun", "--overlap", f"--jobid={job}", "--ntasks=1", f"--container={bundle}"]
     environ = {name: cluster.environ[name] for name in ("PATH", "SLURM_CONF")}
-    try:
+    with cluster.allocate(nodes=1) as job:
+        step = ["srun", "--overlap", f"--jobid={job}", "--ntasks=1", f"--container={bundle}"]
         with serving(lane, volume, env=environ, name="slurm-oci", prefix=step) as server:
             # Nothing in such a container names the node.
             rank = rank_on(Place(job, ""), SCHEDULER)
@@ -57,8 +57,6 @@ def test_a_rank_that_is_killed_ends_the_step_with_a_telling_status(
             assert [process["pid"] for process in node["processes"]] == [rank]
             os.kill(rank, signal.SIGKILL)
             assert server.popen.wait(LONG_S) == ServerExit.KILLED
-    finally:
-        cluster.cancel(job)
     _folder, document = the_incident(volume)
     assert document["verdict"]["first_failure"]["title"] == SCHEDULER
     assert stack_of(document, "sglang::detokenizer")["status"] == "captured"

@@ -44,8 +44,8 @@ def wait_until_gone(cluster: Cluster, job: str, node: str) -> None:
 def test_a_missing_or_ended_job_is_nothing_to_do(cluster: Cluster) -> None:
     with pytest.raises(NothingToDoError, match="Slurm knows no job 99999, or no longer"):
         job_via("99999")
-    job = cluster.allocate()
-    cluster.cancel(job)
+    with cluster.allocate() as job:
+        pass
     with pytest.raises(NothingToDoError, match=f"job {job} does not run: CANCELLED") as error:
         job_via(job)
     assert error.value.next_step == f"scontrol show job {job}"
@@ -91,11 +91,8 @@ def test_a_node_without_a_slurmd_that_answers_delays_no_other(
     cluster: Cluster, job: str, tmp_path: Path, number: signal.Signals
 ) -> None:
     found = job_via(job)
-    cluster.stop_node("n2", number)
-    try:
+    with cluster.without_node("n2", number):
         results = ask(found, tmp_path, f"true{ANSWERS}", node_secs=15)
-    finally:
-        cluster.start_node("n2")
     assert (results["n1"].status, results["n2"].status) == (0, None)
     # srun may give up by itself before.
     assert re.match(r"no answer within|.*launch failed", results["n2"].problems[0].why)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from integration.commands.test_collect import Collected, collect
 from integration.faults import TP0, TP1
 from integration.hangs.hang_story import ask_later
-from integration.scenario import run_kit, stopped
+from integration.scenario import stopped
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.errors import ExitCode
@@ -39,19 +38,13 @@ COLLECT_TIMEOUT_S = 300.0
 class Story:
     """A server whose rank on the second node was stopped with a request in flight."""
 
-    output: Path  # what was given as ``--output-dir``
-    pids: dict[str, int] = field(default_factory=dict)  # the pid of the rank on each node
-    status: int = -1  # the command's exit status
-    document: dict[str, Any] = field(default_factory=dict)  # what it printed
-    answer: list[int] = field(default_factory=list)  # the tokens of the request, once the rank went on
-
-    def node(self, name: str) -> dict[str, Any]:
-        (found,) = [node for node in self.document["nodes"] if node["node"] == name]
-        return found
+    pids: dict[str, int]  # the pid of the rank on each node
+    collected: Collected  # what the command left
+    answer: list[int]  # the tokens of the request, once the rank went on
 
     def last(self, name: str) -> Sample:
         """What the last round saw of the rank on a node."""
-        path = max((self.output / name).glob("snapshot_*.json"))
+        path = max((self.collected.folder / name).glob("snapshot_*.json"))
         (found,) = [one for one in parse(path.read_text()).processes if one.pid == self.pids[name]]
         return found
 
@@ -81,43 +74,34 @@ def rank_on(place: Place, title: str) -> int:
 
 @pytest.fixture(scope="module")
 def story(running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    cluster, told = running_cluster, Story(tmp_path_factory.mktemp("slurm") / "output")
-    job = cluster.allocate()
-    try:
+    cluster, output = running_cluster, tmp_path_factory.mktemp("slurm") / "output"
+    with cluster.allocate() as job:
         with server_on(cluster, job) as servers:
             wait_all_ready(servers, READY_TIMEOUT_S)
-            told.pids = {node: rank_on(Place(job, node), title) for node, title in zip(NODES, RANKS, strict=True)}
+            pids = {node: rank_on(Place(job, node), title) for node, title in zip(NODES, RANKS, strict=True)}
             # Of no job: another server's rank on the same machine, which is not asked about.
             with child("ready(); pause()", title=RANKS[1]) as other:
                 os.kill(other.pid, signal.SIGSTOP)
-                tell(told, cluster, job, servers[0])
+                with stopped(pids["n2"]):
+                    answer = ask_later(servers[0], 8)
+                    # Every round of the event loop hands on what came in, so the other rank waits within milliseconds.
+                    words = (f"--slurm-job={job}", "--snapshots=2", "--interval=1")
+                    collected = collect(output, *words, env=cluster.environ, timeout_s=COLLECT_TIMEOUT_S)
+                told = Story(pids, collected, answer())
         yield told
-    finally:
-        cluster.cancel(job)
-
-
-def tell(told: Story, cluster: Cluster, job: str, server: Server) -> None:
-    with stopped(told.pids["n2"]):
-        answer = ask_later(server, 8)
-        # Every round of the event loop hands on what came in, so the other rank waits within milliseconds.
-        argv = ("collect", f"--slurm-job={job}", "--json", "--snapshots=2", "--interval=1", "-o", told.output)
-        done = run_kit(*argv, status=None, env=cluster.environ, timeout_s=COLLECT_TIMEOUT_S)
-    assert done.stdout, done.stderr
-    told.status, told.document = done.returncode, json.loads(done.stdout)
-    told.answer = answer()
 
 
 def test_the_ranks_of_both_nodes_are_in_one_result(story: Story) -> None:
-    assert story.status == ExitCode.DONE, story.document
+    assert story.collected.status == ExitCode.DONE, story.collected.document
     for node, title in zip(NODES, RANKS, strict=True):
-        found = {process["pid"]: process["title"] for process in story.node(node)["processes"]}
+        found = {process["pid"]: process["title"] for process in story.collected.node(node)["processes"]}
         assert found[story.pids[node]] == title
         # Both nodes are this machine, and neither has the other's.
         assert not {pid for its, pid in story.pids.items() if its != node} & found.keys()
 
 
 def test_the_stopped_rank_is_seen_and_the_other_waits(story: Story) -> None:
-    states = {one["pid"]: one["states"] for one in story.node("n2")["processes"]}
+    states = {one["pid"]: one["states"] for one in story.collected.node("n2")["processes"]}
     assert states[story.pids["n2"]] == ["T", "T"]
     first, second = story.last("n1"), story.last("n2")
     assert (first.ranks, second.ranks) == ({"tp": 0}, {"tp": 1})
@@ -128,14 +112,14 @@ def test_the_stopped_rank_is_seen_and_the_other_waits(story: Story) -> None:
 
 
 def test_the_verdict_names_the_rank_and_its_node(story: Story) -> None:
-    verdict = story.document["verdict"]
+    verdict = story.collected.document["verdict"]
     assert (verdict["class"], verdict["level"], verdict["first"]) == ("stopped_process", "established", "TP1 on n2")
     assert f"`kill -CONT {story.pids['n2']}` lets TP1 on n2 go on" in verdict["next"]
 
 
 def test_the_stacks_are_in_the_folder_of_each_node(story: Story) -> None:
     for node, pid in story.pids.items():
-        (path,) = (story.output / node).glob(f"pyspy_*_{pid}.txt")
+        (path,) = (story.collected.folder / node).glob(f"pyspy_*_{pid}.txt")
         assert "run_scheduler_process" in path.read_text()
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from integration.faults import DETOKENIZER, TP0, TP1
-from integration.hangs.hang_story import ask_later
+from integration.hangs.hang_story import ask_later, frames_of
 from integration.scenario import HANDLER, answers_of, run_kit, stopped
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, wait_all_ready
-from sglang_crashkit.capture.pyspy import sample_all
-from sglang_crashkit.model.sample import Sample, main_thread
+from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import parse
 from unit.support.targets import make_tool, state_of
 from unit.support.waiting import wait_until
@@ -42,6 +41,11 @@ class Collected:
     def process(self, title: str) -> dict[str, Any]:
         """Return what it printed of the process with that title."""
         (found,) = [process for process in self.document["processes"] if process["title"] == title]
+        return found
+
+    def node(self, name: str) -> dict[str, Any]:
+        """Return what it printed of one of several hosts."""
+        (found,) = [node for node in self.document["nodes"] if node["node"] == name]
         return found
 
     def text(self, tool: str, title: str) -> str:
@@ -77,22 +81,12 @@ class Beside:
     servers: tuple[int, int]  # pids of both
 
 
-def collect(server: Server, folder: Path, *arguments: str, path: str | None = None) -> Collected:
-    return collect_of([f"--pid={server.pid}"], folder, *arguments, path=path)
-
-
-def collect_of(which: list[str], folder: Path, *arguments: str, path: str | None = None) -> Collected:
-    command = ("collect", "--json", *which, "--output-dir", folder, *arguments)
-    env = os.environ | ({"PATH": path} if path else {})
-    done = run_kit(*command, status=None, timeout_s=COLLECT_TIMEOUT_S, env=env)
+def collect(folder: Path, *words: str, **how: Any) -> Collected:
+    """Run the command, whose files go to a folder; `how` is for `run_kit`."""
+    how = {"timeout_s": COLLECT_TIMEOUT_S} | how
+    done = run_kit("collect", "--json", "--output-dir", folder, *words, status=None, **how)
+    assert done.stdout, done.stderr
     return Collected(done.returncode, json.loads(done.stdout), folder)
-
-
-def debugger_on_path(folder: Path) -> str:
-    """Return a PATH on which each debugger only notes that it was called."""
-    for name in ("gdb", "cuda-gdb"):
-        make_tool(folder, f'echo "$0" >> {folder}/called', name)
-    return f"{folder}:{os.environ['PATH']}"
 
 
 def answer_secs(server: Server, until: Callable[[], bool]) -> list[float]:
@@ -108,17 +102,20 @@ def answer_secs(server: Server, until: Callable[[], bool]) -> list[float]:
 def tell(server: Server, folder: Path) -> Story:
     server.wait_ready()
     before = answers_of(server)
-    well = collect(server, folder / "well", "--all", "--interval", "1")
+    which = f"--pid={server.pid}"
+    well = collect(folder / "well", which, "--all", "--interval", "1")
     after = answers_of(server)
 
-    path = debugger_on_path(folder / "bin")
+    for name in ("gdb", "cuda-gdb"):
+        make_tool(folder / "bin", f'echo "$0" >> {folder}/bin/called', name)
+    env = os.environ | {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
     end = time.monotonic() + 8
     usual = answer_secs(server, lambda: time.monotonic() > end)
     with ThreadPoolExecutor(1) as pool:
-        loaded = pool.submit(collect, server, folder / "loaded", path=path)
+        loaded = pool.submit(collect, folder / "loaded", which, env=env)
         meanwhile = answer_secs(server, loaded.done)
         # Of a server that goes on nothing more is to be known: not even then.
-        asked = pool.submit(collect, server, folder / "asked", "--native", path=path)
+        asked = pool.submit(collect, folder / "asked", which, "--native", env=env)
         meanwhile += answer_secs(server, asked.done)
     assert (loaded.result().status, asked.result().status) == (0, 0)
     called = folder / "bin" / "called"
@@ -126,8 +123,12 @@ def tell(server: Server, folder: Path) -> Story:
     victim, waiting = server.pid_of(RANKS[1]), server.pid_of(RANKS[0])
     with stopped(victim):
         late = ask_later(server, 16)
-        wait_until(lambda: _waits(waiting), "the other rank waits for it", COLLECT_TIMEOUT_S)
-        hung = collect(server, folder / "hung", "--native", "--interval", "1")
+        wait_until(
+            lambda: any("torch/distributed" in frame.file for frame in frames_of(waiting, COLLECT_TIMEOUT_S)[:1]),
+            "the other rank waits for it",
+            COLLECT_TIMEOUT_S,
+        )
+        hung = collect(folder / "hung", which, "--native", "--interval", "1")
         state = state_of(victim)
     return Story(
         answers=(before, after),
@@ -138,12 +139,6 @@ def tell(server: Server, folder: Path) -> Story:
         state=state,
         late_answer=late(),
     )
-
-
-def _waits(pid: int) -> bool:
-    (sample,) = sample_all([pid], COLLECT_TIMEOUT_S)
-    thread = main_thread(sample.threads, pid)
-    return thread is not None and bool(thread.frames) and "torch/distributed" in thread.frames[0].file
 
 
 #: Each release, and whether it is without the kit.
@@ -170,7 +165,7 @@ def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ):
         wait_all_ready((server, other))
         done = run_kit("collect", "--output-dir", folder / "refused", status=None)
-        both = collect_of(["--all-servers"], folder / "both", "--interval", "1")
+        both = collect(folder / "both", "--all-servers", "--interval", "1")
         return Beside((done.returncode, done.stderr), both, (server.pid, other.pid))
 
 

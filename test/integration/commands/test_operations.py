@@ -22,17 +22,14 @@ from unit.support.waiting import wait_until
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 #: A folder has such a name only when its incident is whole.
-KILLED = "*/incidents/[0-9]*-killed-*"
+KILLED = "crash/*/incidents/[0-9]*-killed-*"
 
 
 class Operated(NamedTuple):
-    """A server, and who is told of it."""
+    """A server, and the folder in which those are told of it."""
 
     server: Server
-    python: Path
-    metrics_file: Path
-    copy: Path
-    crash_folder: Path
+    folder: Path
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,7 @@ def operated(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
     }
     with serving(lane, folder / "crash", "--enable-metrics", env=env) as server:
         server.generate("Hello", max_new_tokens=4)
-        yield Operated(server, Path(lane.python), folder / "kit.prom", folder / "copy.json", folder / "crash")
+        yield Operated(server, folder)
 
 
 def values(text: str) -> dict[str, float]:
@@ -69,12 +66,6 @@ def whole_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def doctor(operated: Operated) -> tuple[int, dict[str, Any]]:
-    command = [operated.python, "-m", "sglang_crashkit", "doctor", "--pid", str(operated.server.pid), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.returncode, json.loads(done.stdout)
-
-
 def test_sglangs_own_metrics_tell_of_the_kit(operated: Operated) -> None:
     sign = "sglang_crashkit_rank_last_sign_timestamp_seconds"
     text = wait_until(
@@ -87,16 +78,19 @@ def test_sglangs_own_metrics_tell_of_the_kit(operated: Operated) -> None:
 
 
 def test_the_file_says_the_same_to_node_exporter(operated: Operated) -> None:
-    wait_until(operated.metrics_file.exists, "the file is there", 60)
-    found = values(operated.metrics_file.read_text())
+    metrics_file = operated.folder / "kit.prom"
+    wait_until(metrics_file.exists, "the file is there", 60)
+    found = values(metrics_file.read_text())
     assert found["sglang_crashkit_handler_up"] == 1.0
     assert found["sglang_crashkit_last_incident_timestamp_seconds"] == 0.0
 
 
-def test_the_doctor_finds_nothing_wrong(operated: Operated) -> None:
-    status, told = doctor(operated)
+def test_the_doctor_finds_nothing_wrong(lane: Lane, operated: Operated) -> None:
+    command = [lane.python, "-m", "sglang_crashkit", "doctor", "--pid", str(operated.server.pid), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    told = json.loads(done.stdout)
     problems = [finding for finding in told["findings"] if finding["level"] == "problem"]
-    assert (status, problems) == (0, [])
+    assert (done.returncode, problems) == (0, [])
     words = {finding["topic"]: finding["words"] for finding in told["findings"]}
     assert f"server {operated.server.pid} is watched by crash handler" in words["server"]
     topics = {finding["topic"]: finding["level"] for finding in told["findings"]}
@@ -105,17 +99,17 @@ def test_the_doctor_finds_nothing_wrong(operated: Operated) -> None:
 
 def test_a_crash_is_told_of(operated: Operated) -> None:
     os.kill(operated.server.pid_of(SCHEDULER), signal.SIGKILL)
-    document = wait_until(lambda: whole_json(operated.copy), "the command ran", 60)
-    (incident,) = operated.crash_folder.glob(KILLED)
+    document = wait_until(lambda: whole_json(operated.folder / "copy.json"), "the command ran", 60)
+    (incident,) = operated.folder.glob(KILLED)
     assert document == json.loads((incident / "incident.json").read_text())
-    summary = operated.copy.with_name("copy").read_text()
+    summary = (operated.folder / "copy").read_text()
     assert summary == (incident / "summary.md").read_text()
     assert "Hello" not in summary
     wait_until((incident / "on_incident.json").exists, "the outcome is noted", 60)
     assert json.loads((incident / "on_incident.json").read_text())["done"] is True
     last = wait_until(
         lambda: (
-            "sglang_crashkit_handler_up" in (text := operated.metrics_file.read_text())
+            "sglang_crashkit_handler_up" in (text := (operated.folder / "kit.prom").read_text())
             and values(text)["sglang_crashkit_handler_up"] == 0
             and text
         ),

@@ -12,15 +12,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import sglang_crashkit
 from integration.commands.loopback_sshd import HOST_VARIABLE, Sshd, why_not
-from integration.commands.test_collect import Collected as OfOneServer
+from integration.commands.test_collect import Collected, collect
 from integration.crashes.test_two_nodes import RANKS, two_nodes
-from integration.scenario import run_kit, stopped
+from integration.scenario import stopped
 from lanelib.servers import wait_all_ready
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.model.snapshot import parse
@@ -39,15 +38,6 @@ exec {shlex.quote(sys.executable)} -m sglang_crashkit "$@" \\
 """
 
 
-class Collected(OfOneServer):
-    """What one run of the command left, of several hosts."""
-
-    def node(self, host: str) -> dict[str, Any]:
-        """Return what it printed of a host."""
-        (found,) = [node for node in self.document["nodes"] if node["node"] == host]
-        return found
-
-
 @dataclass(frozen=True)
 class Story:
     """A server of which one rank is stopped, collected by both names of this machine."""
@@ -58,13 +48,10 @@ class Story:
     answers: tuple[list[int], list[int]]  # the server's to the same request before and after
 
 
-def collect(sshd: Sshd, kit: Path, output: Path, *hosts: str) -> Collected:
-    command = ["collect", "--json", "--snapshots=2", "--interval=0.2", f"--hosts={','.join(hosts)}"]
-    command += [f"--via={shlex.join([*sshd.command, '{host}'])}"]
-    command += [f"--remote-command={shlex.quote(str(kit))}", f"--output-dir={output}"]
-    done = run_kit(*command, status=None, timeout_s=LONG_S)
-    assert done.stdout, done.stderr
-    return Collected(done.returncode, json.loads(done.stdout), output)
+def collect_from(sshd: Sshd, kit: Path, output: Path, *hosts: str) -> Collected:
+    words = ["--snapshots=2", "--interval=0.2", f"--hosts={','.join(hosts)}"]
+    words += [f"--via={shlex.join([*sshd.command, '{host}'])}", f"--remote-command={shlex.quote(str(kit))}"]
+    return collect(output, *words, timeout_s=LONG_S)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +72,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         ranks = {host: node.pid_of(title) for host, node, title in zip(HOSTS, nodes, RANKS, strict=True)}
         before = nodes[0].generate()["output_ids"]
         with stopped(ranks["h1"]):
-            both = collect(sshd, kit, odd / "both", *HOSTS)
-            more = collect(sshd, kit, odd / "more", *HOSTS, "locked", "stranger", "gone")
+            both = collect_from(sshd, kit, odd / "both", *HOSTS)
+            more = collect_from(sshd, kit, odd / "more", *HOSTS, "locked", "stranger", "gone")
         yield Story(ranks, both, more, (before, nodes[0].generate(timeout_s=LONG_S)["output_ids"]))
 
 

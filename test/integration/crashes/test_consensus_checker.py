@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from integration.import_hook import write_site
-from integration.scenario import PATIENCE, Wreck, break_one
+from integration.scenario import PATIENCE, break_one
 from lanelib.servers import Server, greedy
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(600)]
@@ -29,23 +28,17 @@ def change(module):
 """
 
 
-@pytest.fixture(scope="module")
-def wrecked(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
-    site = tmp_path_factory.mktemp("site")
+def test_its_events_are_the_divergence_and_no_request_is_suspected(tmp_path: Path) -> None:
+    site = tmp_path / "site"
     environ = write_site(site, CODE, "sglang.srt.utils.rank_consensus_checker") | PATIENCE
     environ["SGLANG_ENABLE_RANK_CONSENSUS_CHECKER"] = "1"
-    fault = partial(diverge, site)
-    return break_one("0.5.23", tmp_path_factory.mktemp("crash"), fault, tp=2, env=environ)
 
+    def diverge(server: Server) -> None:
+        # What is compared is what they do to the cache, as when a request is given up.
+        (site / "diverge").touch()
+        server.ask_later("generate", greedy("Hello", 4000), 5.0)
 
-def diverge(site: Path, server: Server) -> None:
-    """Have a rank differ; what is compared is what they do to the cache, as when a request is given up."""
-    (site / "diverge").touch()
-    server.ask_later("generate", greedy("Hello", 4000), 5.0)
-
-
-def test_its_events_are_the_divergence_and_no_request_is_suspected(wrecked: Wreck) -> None:
-    incident = wrecked.incident
+    incident = break_one("0.5.23", tmp_path / "crash", diverge, tp=2, env=environ).incident
     assert (incident["verdict"]["kind"], incident["verdict"]["level"]) == ("consensus_check", "established")
     assert incident["verdict"]["first_failure"] is None, "either rank may end first"
     assert incident["divergence"]["kind"] == "consensus"

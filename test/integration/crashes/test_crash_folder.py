@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from integration.crashes.whole import journaled
 from integration.faults import send
 from integration.scenario import SCHEDULER, Wreck, break_one, incidents_of
 from lanelib.lanes import Lane
@@ -26,42 +24,40 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 ENVIRONMENT = {"SGLANG_CRASHKIT_KEEP_FREE_MB": "0"}
 
 
-@dataclass(frozen=True)
-class Left:
-    """What a server left, whose crash folder took no more."""
-
-    wreck: Wreck  # the server
-    inside: list[StoredIncident]  # the incidents in its crash folder
-    outside: list[StoredIncident]  # those in the temporary folder
-
-
-def break_it(lane: Lane, folder: Path, temporary: Path, fault: Callable[[Server], None]) -> Left:
-    left = break_one(lane, folder, fault, requests=2, env=ENVIRONMENT | {"TMPDIR": str(temporary)})
-    (fallback,) = temporary.glob("sglang-crashkit-*")
-    return Left(left, incidents_of(folder), find_incidents(fallback))
-
-
 kill_scheduler = send(SCHEDULER)
 
 
-def check_the_essential(left: Left, found: StoredIncident) -> dict[str, Any]:
-    """Check that the server ended with a telling status, and that the incident says who died and what was asked."""
-    assert left.wreck.status == ServerExit.KILLED
-    assert left.wreck.left == []
-    assert left.wreck.seconds_to_exit < 60
-    assert f"crash kit: incident {found.path}" in left.wreck.log
+def break_it(
+    lane: Lane, folder: Path, temporary: Path, fault: Callable[[Server], None], *, is_elsewhere: bool = True
+) -> tuple[Wreck, StoredIncident]:
+    """Break a server whose crash folder takes no more; return what it left, and its only incident.
+
+    It ended with a telling status, and the incident says who died and what was asked. It is in the temporary folder if
+    `is_elsewhere`.
+    """
+    left = break_one(lane, folder, fault, requests=2, env=ENVIRONMENT | {"TMPDIR": str(temporary)})
+    (fallback,) = temporary.glob("sglang-crashkit-*")
+    inside, outside = incidents_of(folder), find_incidents(fallback)
+    (found,) = [*inside, *outside]
+    assert bool(outside) is is_elsewhere
+    assert left.status == ServerExit.KILLED
+    assert left.left == []
+    assert left.seconds_to_exit < 60
+    assert f"crash kit: incident {found.path}" in left.log
     document = found.document
     assert document["complete"] is True
     assert document["verdict"]["first_failure"]["title"] == SCHEDULER
     assert document["verdict"]["level"] == "established"
     assert document["requests"]["unfinished"] == 2
+    # Where it is elsewhere, so is the server's own file; the journal is in memory.
+    assert not is_elsewhere or Path(document["requests"]["path"]).is_relative_to(found.path.parents[2])
     living = [process for process in document["processes"] if process["exit"] is None]
     assert {"sglang::detokenizer", SCHEDULER} <= {process["title"] for process in document["processes"]}
     pieces = [piece for process in living for piece in process["evidence"] if piece["kind"] == "stack"]
     assert pieces
     assert all(piece["status"] == "captured" or piece["reason"] for piece in pieces)
     assert (found.path / "summary.md").read_text().startswith("# killed: ")
-    return document
+    return left, found
 
 
 @pytest.mark.matrix
@@ -78,11 +74,8 @@ def test_a_disk_that_fills_meanwhile_has_what_is_essential(lane: Lane, temporary
             filling.start()
             kill_scheduler(server)
 
-        left = break_it(lane, folder, temporary, fault)
+        _left, found = break_it(lane, folder, temporary, fault, is_elsewhere=False)
         filling.join(LONG)
-        (found,) = left.inside
-        check_the_essential(left, found)
-        assert left.outside == []
         # Nothing half-written, and what was kept for this case is given back.
         assert [path.name for path in found.path.rglob(".*")] == []
 
@@ -95,38 +88,24 @@ def test_with_a_full_disk_the_incident_is_elsewhere(lane: Lane, temporary: Path,
             fill(folder)
             kill_scheduler(server)
 
-        left = break_it(lane, folder, temporary, fault)
-        (found,) = left.outside
-        document = check_the_essential(left, found)
-        assert left.inside == []
-        # So is the server's own file; the journal is in memory.
-        assert Path(document["requests"]["path"]).is_relative_to(found.path.parents[2])
-        lines = (found.path / document["requests"]["journal"]["path"]).read_text().splitlines()
-        kept = [
-            (request["rid"], request["text"]) for request in map(json.loads, lines) if request["state"] == "unfinished"
-        ]
-        assert sorted(kept) == sorted((request.rid, request.text) for request in left.wreck.sent)
+        left, found = break_it(lane, folder, temporary, fault)
+        kept = journaled(found.document, found.path, "unfinished")
+        assert kept == {request.rid: request.text for request in left.sent}
 
 
 def test_one_that_cannot_be_made_costs_neither_end_nor_evidence(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    left = break_it(lane, tmp_path / "file" / "crash", temporary, kill_scheduler)
-    (found,) = left.outside
-    document = check_the_essential(left, found)
+    left, _found = break_it(lane, tmp_path / "file" / "crash", temporary, kill_scheduler)
     # Upstream's server is there, and useless, 100 s later.
-    assert left.wreck.seconds_to_exit < 50
-    assert Path(document["requests"]["path"]).is_relative_to(found.path.parents[2])
-    assert "cannot be used" in left.wreck.log
-    assert f"Not a directory: '{tmp_path}/file/crash" in left.wreck.log
+    assert left.seconds_to_exit < 50
+    assert "cannot be used" in left.log
+    assert f"Not a directory: '{tmp_path}/file/crash" in left.log
 
 
 @pytest.mark.matrix
 def test_a_read_only_folder_is_replaced_by_the_temporary_one(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=8m,mode=700,ro") as folder:
-        left = break_it(lane, folder, temporary, kill_scheduler)
-        (found,) = left.outside
-        document = check_the_essential(left, found)
+        left, _found = break_it(lane, folder, temporary, kill_scheduler)
         assert list(folder.iterdir()) == []
-        assert Path(document["requests"]["path"]).is_relative_to(found.path.parents[2])
-        assert f"crash folder {folder}" in left.wreck.log
-        assert "Read-only file system" in left.wreck.log
+        assert f"crash folder {folder}" in left.log
+        assert "Read-only file system" in left.log

@@ -11,14 +11,13 @@ import pytest
 
 from integration.import_hook import write_site
 from integration.scenario import PATIENCE, handlers_of, serving
-from lanelib.lanes import Lane, ensure_lane
+from lanelib.lanes import ensure_lane
 from sglang_crashkit.cli.commands.status import find_running_servers
 from sglang_crashkit.incident.store import find_incidents
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
-RELEASES = ("0.5.9", "0.5.23")
 NOTICED_S = 60.0
 #: A tiny model that sees, as Qwen2-VL's own files have it.
 CONFIG = {
@@ -60,21 +59,17 @@ def change(module):
 """
 
 
-def write_model(lane: Lane, folder: Path) -> Path:
-    """Write a vision model with the tokenizer of the lane's own."""
-    folder.mkdir()
-    tokenizer = json.loads((lane.model_dir / "tokenizer_config.json").read_text())
-    (folder / "tokenizer.json").write_bytes((lane.model_dir / "tokenizer.json").read_bytes())
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"processor_class": "Qwen2VLProcessor"}))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
-
-
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.23"])
 def test_a_killed_rank_is_told_and_the_server_is_left_to_upstream(release: str, tmp_path: Path) -> None:
-    lane, folder = ensure_lane(release), tmp_path / "crash"
-    options = ["--encoder-only", "--model-path", str(write_model(lane, tmp_path / "model"))]
+    lane, folder, model = ensure_lane(release), tmp_path / "crash", tmp_path / "model"
+    # A vision model with the tokenizer of the lane's own.
+    model.mkdir()
+    tokenizer = json.loads((lane.model_dir / "tokenizer_config.json").read_text())
+    (model / "tokenizer.json").write_bytes((lane.model_dir / "tokenizer.json").read_bytes())
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"processor_class": "Qwen2VLProcessor"}))
+    (model / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    options = ["--encoder-only", "--model-path", str(model)]
     env = PATIENCE | {"SGLANG_DISABLED_MODEL_ARCHS": ""} | write_site(tmp_path, KERNELS, "torch")
     with serving(lane, folder, *options, tp=2, env=env) as server:
         (rank,) = (pid for pid, title in server.processes() if "spawn_main" in title)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ import pytest
 from integration.crashes.whole import assert_whole, times_of
 from integration.faults import FAULTS, HANG_S, HOARD_SIGNAL, TP1, Fault, wait, write_site
 from integration.memory_group import MemoryGroup, NoMemoryGroupError, memory_group
-from integration.scenario import PATIENCE, Wreck, break_one, start, wreck
+from integration.scenario import PATIENCE, Wreck, break_one, start, states_until_gone, wreck
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY
-from sglang_crashkit.kernel import procfs
 
-REQUESTS = 3
 #: What is known of a server that hangs is on disk this soon after SIGTERM, in seconds.
 EVIDENCE_S = 5.0
 NEWEST, OLDER = "0.5.23", ("0.5.9", "0.5.12.post1")
@@ -27,50 +24,48 @@ NEWEST, OLDER = "0.5.23", ("0.5.9", "0.5.12.post1")
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
-def cases() -> list[object]:
-    """Return every fault on every release; the older releases, and rare faults, belong to the full matrix."""
-    return [
+@pytest.mark.parametrize(
+    ("release", "fault"),
+    [
+        # Older releases and rare faults belong to the full matrix.
         pytest.param(
             release,
             fault,
             id=f"{release}-{fault}",
-            marks=[pytest.mark.matrix] if fault.rare or release != NEWEST else [],
+            marks=[pytest.mark.matrix] if fault.is_rare or release != NEWEST else [],
         )
         for release in (NEWEST, *OLDER)
         for fault in FAULTS
-    ]
-
-
-@pytest.mark.parametrize(("release", "fault"), cases())
+    ],
+)
 def test_every_process_has_evidence_and_nothing_is_left(release: str, fault: Fault, tmp_path: Path) -> None:
     env = PATIENCE | write_site(tmp_path / "site") | dict(fault.env)
     tp = fault.tp if fault.dp == 1 else 1
-    watch, struck = StateWatch(), [0.0]
-
-    def strike(server: Server) -> None:
-        watch.start(server.pid_of(title) for title in fault.stopped)
-        fault.strike(server)
-        struck[0] = time.time()
-
+    watched: list[Future[str]] = []
+    struck = [0.0]
     how: dict[str, Any] = {"requests": fault.requests, "breaks_by_itself": fault.strike is wait}
-    left = break_one(release, tmp_path / "crash", strike, *fault.args, **how, tp=tp, dp=fault.dp, env=env)
+    with ThreadPoolExecutor() as pool:
+
+        def strike(server: Server) -> None:
+            watched.extend(pool.submit(states_until_gone, server.pid_of(title)) for title in fault.stopped)
+            fault.strike(server)
+            struck[0] = time.time()
+
+        left = break_one(release, tmp_path / "crash", strike, *fault.args, **how, tp=tp, dp=fault.dp, env=env)
     assert (left.status, left.left) == (fault.status, []), left.incidents
     assert_whole(left, {fault.first: fault.end} if fault.first and fault.end else {})
     assert_in_time(left, struck[0], fault.most_s)
     assert left.incident["kind"] in fault.kinds
-    for states in watch.seen().values():
-        assert_stayed_stopped(states)
+    for states in watched:
+        # Somebody else stopped it: it is looked at, and killed at last, but not continued. It runs until the signal
+        # takes effect, and for a moment when it is killed.
+        assert set(states.result().strip("RSD")) == {"T"}, states
     if fault.first is not None:
-        assert_first(left, fault)
-
-
-def assert_first(left: Wreck, fault: Fault) -> None:
-    """The incident names the right process first, and how it ended."""
-    first = left.incident["verdict"]["first_failure"]
-    assert first["title"].startswith(fault.first), left.incident["verdict"]
-    (report,) = [process for process in left.incident["processes"] if process["pid"] == first["pid"]]
-    if fault.kinds == ("exception",):
-        assert [piece["status"] for piece in report["evidence"] if piece["kind"] == "exception"] == ["captured"]
+        first = left.incident["verdict"]["first_failure"]
+        assert first["title"].startswith(fault.first), left.incident["verdict"]
+        (report,) = [process for process in left.incident["processes"] if process["pid"] == first["pid"]]
+        if fault.kinds == ("exception",):
+            assert [piece["status"] for piece in report["evidence"] if piece["kind"] == "exception"] == ["captured"]
 
 
 def assert_in_time(left: Wreck, struck: float, most_s: float) -> None:
@@ -81,38 +76,6 @@ def assert_in_time(left: Wreck, struck: float, most_s: float) -> None:
         # An orchestrator kills 30 s after SIGTERM, some sooner.
         assert times["stacks_captured"] - struck < EVIDENCE_S
         assert times["incident_finished"] <= times["server_exited"]
-
-
-def assert_stayed_stopped(states: str) -> None:
-    """Somebody else stopped it: it is looked at, and killed at last, but not continued."""
-    # It runs until the signal takes effect, and for a moment when it is killed.
-    seen = states.lstrip("RSD").rstrip("RSDXZ")
-    assert set(seen) == {"T"}, states
-
-
-class StateWatch:
-    """Notes the state letters of processes until they are gone."""
-
-    def __init__(self) -> None:
-        self._states: dict[int, list[str]] = {}
-        self._threads: list[threading.Thread] = []
-
-    def start(self, pids: Iterable[int]) -> None:
-        for pid in pids:
-            self._states[pid] = []
-            self._threads.append(threading.Thread(target=self._watch, args=(pid,), daemon=True))
-            self._threads[-1].start()
-
-    def seen(self) -> dict[int, str]:
-        """Return the states of each process, the first one first, once all are gone."""
-        for thread in self._threads:
-            thread.join(30)
-        return {pid: "".join(states) for pid, states in self._states.items()}
-
-    def _watch(self, pid: int) -> None:
-        while (stat := procfs.read_stat(pid)) is not None and stat.state not in "ZX":
-            self._states[pid].append(stat.state)
-            time.sleep(0.005)
 
 
 def test_a_rank_that_the_oom_killer_ended_is_named_so(release: str, tmp_path: Path) -> None:
@@ -141,4 +104,4 @@ def _starve(release: str, group: MemoryGroup, folder: Path) -> Wreck:
             group.leave_room(64 << 20)
             os.kill(rank, HOARD_SIGNAL)
 
-        return wreck(server, folder / "crash", strike, requests=REQUESTS)
+        return wreck(server, folder / "crash", strike)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from integration.faults import TP1 as VICTIM
 from integration.faults import send
 from integration.requests.test_journal import READ_PICKLE
 from integration.scenario import PATIENCE, PROMPTS, Sent, Wreck, answers_of, run_in_lane, serving, wreck
-from lanelib.lanes import Lane, ensure_lane
+from lanelib.lanes import Lane
 from sglang_crashkit.incident.exit_status import ServerExit
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -22,49 +21,39 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 REQUESTS = 3
 
 
-@dataclass(frozen=True)
-class Crash:
-    lane: Lane
-    answers: list[list[int]]
-    wreck: Wreck
-
-
-@pytest.fixture(scope="module", params=["0.5.9", pytest.param("0.5.12.post1", marks=pytest.mark.matrix), "0.5.23"])
-def crash(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Crash:
-    lane = ensure_lane(request.param)
+@pytest.fixture(scope="module")
+def crash(end_lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     folder = tmp_path_factory.mktemp("crash")
-    with serving(lane, folder, tp=2, env=PATIENCE) as server:
-        answers = answers_of(server)
-        return Crash(lane, answers, wreck(server, folder, send(VICTIM), requests=REQUESTS))
+    with serving(end_lane, folder, tp=2, env=PATIENCE) as server:
+        answers_of(server)
+        return wreck(server, folder, send(VICTIM), requests=REQUESTS)
 
 
-def test_the_incident_names_the_killed_rank_and_its_signal(crash: Crash) -> None:
-    verdict = crash.wreck.incident["verdict"]
-    assert verdict["first_failure"] == {"pid": crash.wreck.pids[VICTIM], "title": VICTIM}
+def test_the_incident_names_the_killed_rank_and_its_signal(crash: Wreck) -> None:
+    verdict = crash.incident["verdict"]
+    assert verdict["first_failure"] == {"pid": crash.pids[VICTIM], "title": VICTIM}
     assert (verdict["kind"], verdict["level"]) == ("signal", "established")
-    end = crash.wreck.report(VICTIM)["exit"]
-    assert (end["signal"], end["cause"]) == ("SIGKILL", "signal")
     # On a busy machine the survivor, whose collective broke, may be heard first.
-    assert crash.wreck.incident["trigger"]["title"] in (VICTIM, SURVIVOR)
+    assert crash.incident["trigger"]["title"] in (VICTIM, SURVIVOR)
 
 
-def test_the_incident_says_what_the_survivor_was_doing(crash: Crash) -> None:
-    report = crash.wreck.report(SURVIVOR)
+def test_the_incident_says_what_the_survivor_was_doing(crash: Wreck) -> None:
+    report = crash.report(SURVIVOR)
     assert report["rank"] == {"tp": 0}
     assert any("sglang/srt" in frame or "torch/" in frame for frame in report["doing"]), report["doing"]
-    stack = crash.wreck.evidence(SURVIVOR, "stack")
+    stack = crash.evidence(SURVIVOR, "stack")
     assert stack["status"] == "captured"
-    text = (crash.wreck.folder / stack["path"]).read_text()
+    text = (crash.folder / stack["path"]).read_text()
     assert "run_scheduler_process" in text
     # A survivor whose collective broke before it was captured has left the loop; its own record says from where.
     records = [piece for piece in report["evidence"] if piece["kind"] == "exception"]
-    text += "".join((crash.wreck.folder / piece["path"]).read_text() for piece in records)
+    text += "".join((crash.folder / piece["path"]).read_text() for piece in records)
     assert "event_loop" in text
 
 
-def test_every_process_that_lived_has_a_stack(crash: Crash) -> None:
-    assert_whole(crash.wreck, {VICTIM: ("signal", "SIGKILL")})
-    for process in crash.wreck.incident["processes"]:
+def test_every_process_that_lived_has_a_stack(crash: Wreck) -> None:
+    assert_whole(crash, {VICTIM: ("signal", "SIGKILL")})
+    for process in crash.incident["processes"]:
         # SGLang compiles kernels when it first needs them; a compiler has no Python stack.
         if process["exit"] is None and process["role"] != "helper":
             kinds = {piece["kind"]: piece["status"] for piece in process["evidence"]}
@@ -72,54 +61,54 @@ def test_every_process_that_lived_has_a_stack(crash: Crash) -> None:
             assert kinds["proc_state"] == "captured", process
 
 
-def test_what_surrounded_the_server_is_told(crash: Crash) -> None:
-    environment = json.loads((crash.wreck.folder / "environment.json").read_text())
+def test_what_surrounded_the_server_is_told(end_lane: Lane, crash: Wreck) -> None:
+    environment = json.loads((crash.folder / "environment.json").read_text())
     assert (Path(environment["model"]).is_dir(), environment["parallel"]["tp"]) == (True, 2)
     assert environment["arguments"]["tp_size"] == 2
     assert "sglang.launch_server" in environment["command_line"]
     versions = environment["versions"]
-    assert versions["sglang"].split("+")[0] == crash.lane.release
+    assert versions["sglang"].split("+")[0] == end_lane.release
     assert {"torch", "transformers", "sglang-crashkit", "python"} <= set(versions)
-    assert environment["started"] < environment["ready_since"] < crash.wreck.incident["trigger"]["time"]
+    assert environment["started"] < environment["ready_since"] < crash.incident["trigger"]["time"]
     told = {one["title"]: one for one in environment["processes"]}
     assert told[SURVIVOR]["open_files"] > 0
     assert told[SURVIVOR]["limits"]["open_files"]["soft"] > 0
     assert environment["cgroup"]
     assert environment["shared_memory"]["total_bytes"] > 0
-    assert crash.wreck.incident["environment"]["versions"] == versions
-    assert f"- model: {environment['model']}, tp 2\n" in (crash.wreck.folder / "summary.md").read_text()
+    assert crash.incident["environment"]["versions"] == versions
+    assert f"- model: {environment['model']}, tp 2\n" in (crash.folder / "summary.md").read_text()
 
 
-def test_every_process_of_the_server_left_its_log(crash: Crash) -> None:
-    own = [one for one in crash.wreck.incident["processes"] if one["role"] not in ("helper", "starting")]
+def test_every_process_of_the_server_left_its_log(crash: Wreck) -> None:
+    own = [one for one in crash.incident["processes"] if one["role"] not in ("helper", "starting")]
     assert {"server", "scheduler", "detokenizer"} <= {one["role"] for one in own}
     texts = {}
     for process in own:
         (piece,) = [piece for piece in process["evidence"] if piece["kind"] == "log"]
         # A detokenizer may have nothing to say.
         assert piece["status"] == "captured" or piece["reason"] == "it logged nothing", piece
-        texts[process["title"]] = (crash.wreck.folder / piece["path"]).read_text() if piece["path"] else ""
+        texts[process["title"]] = (crash.folder / piece["path"]).read_text() if piece["path"] else ""
     assert "INFO sglang.srt" in texts[VICTIM]
     assert "INFO sglang.srt" in texts[SURVIVOR]
     assert any("server_args=" in text for text in texts.values())
 
 
-def test_without_a_gpu_the_flight_recorder_is_not_waited_for(crash: Crash) -> None:
-    piece = crash.wreck.evidence(SURVIVOR, "flight_recorder")
+def test_without_a_gpu_the_flight_recorder_is_not_waited_for(crash: Wreck) -> None:
+    piece = crash.evidence(SURVIVOR, "flight_recorder")
     assert (piece["status"], piece["seconds"]) == ("skipped", None)
     # It was told where to listen, and there was no one to do so.
     assert piece["reason"].startswith("there is no pipe ")
     assert piece["reason"].endswith(".nccl-<rank>.pipe: NCCL was not initialised")
     # Those of gloo, which the survivor told.
-    assert all("gloo" in finding["group"] for finding in crash.wreck.incident["collectives"]["findings"])
+    assert all("gloo" in finding["group"] for finding in crash.incident["collectives"]["findings"])
 
 
-def test_each_rank_left_its_last_steps_and_they_agree(crash: Crash) -> None:
-    steps, in_flight = {}, {request.rid for request in crash.wreck.sent}
+def test_each_rank_left_its_last_steps_and_they_agree(crash: Wreck) -> None:
+    steps, in_flight = {}, {request.rid for request in crash.sent}
     for title in (VICTIM, SURVIVOR):
-        piece = crash.wreck.evidence(title, "steps")
+        piece = crash.evidence(title, "steps")
         assert piece["status"] == "captured", piece
-        steps[title] = [json.loads(line) for line in (crash.wreck.folder / piece["path"]).read_text().splitlines()]
+        steps[title] = [json.loads(line) for line in (crash.folder / piece["path"]).read_text().splitlines()]
     victim, survivor = ({step["number"]: step for step in steps[title]} for title in (VICTIM, SURVIVOR))
     common = sorted(victim.keys() & survivor.keys())
     assert len(common) > 16 * len(PROMPTS)
@@ -131,7 +120,7 @@ def test_each_rank_left_its_last_steps_and_they_agree(crash: Crash) -> None:
     assert sum(step["phase"] == "processed" for step in steps[VICTIM]) >= len(common) - 3
 
     # The one that it died in, of the requests that were under way.
-    told = crash.wreck.report(VICTIM)["steps"]
+    told = crash.report(VICTIM)["steps"]
     assert told["last"][-1]["number"] == max(victim)
     assert told["in_step"]["mode"] == "decode"
     assert set(told["in_step"]["rids"]) <= in_flight
@@ -139,26 +128,26 @@ def test_each_rank_left_its_last_steps_and_they_agree(crash: Crash) -> None:
     assert 0 <= told["in_step"]["seconds"] < 60
 
 
-def test_the_requests_in_flight_were_saved_where_upstream_saves_them(crash: Crash) -> None:
-    requests = crash.wreck.incident["requests"]
+def test_the_requests_in_flight_were_saved_where_upstream_saves_them(end_lane: Lane, crash: Wreck) -> None:
+    requests = crash.incident["requests"]
     assert requests["unfinished"] == REQUESTS
-    assert requests["finished"] == len(crash.answers)
+    assert requests["finished"] == len(PROMPTS)
     path = Path(requests["path"])
-    assert path.parent.parent == crash.wreck.crash_folder
+    assert path.parent.parent == crash.crash_folder
     assert path.name.startswith("crash_dump_")
     # The file holds SGLang's own classes, and the kit's server wrote it.
-    content = run_in_lane(crash.lane, READ_PICKLE, path)
+    content = run_in_lane(end_lane, READ_PICKLE, path)
     assert {"server_args", "requests", "launch_command"} <= set(content["keys"])
-    in_flight, saved = crash.wreck.sent, {Sent(one["rid"], one["text"]) for one in content["requests"]}
+    in_flight, saved = crash.sent, {Sent(one["rid"], one["text"]) for one in content["requests"]}
     assert saved >= set(in_flight)
     assert sorted(one.text for one in saved) == sorted([*PROMPTS, *(one.text for one in in_flight)])
     assert content["shapes"] == [4] * len(saved)
 
 
-def test_what_is_missing_has_a_reason_and_the_timeline_is_in_order(crash: Crash) -> None:
-    incident = crash.wreck.incident
+def test_what_is_missing_has_a_reason_and_the_timeline_is_in_order(end_lane: Lane, crash: Wreck) -> None:
+    incident = crash.incident
     assert incident["schema_version"] == 1
-    assert incident["server"]["sglang_version"].split("+")[0] == crash.lane.release
+    assert incident["server"]["sglang_version"].split("+")[0] == end_lane.release
     for process in incident["processes"]:
         for piece in process["evidence"]:
             assert piece["status"] == "captured" or piece["reason"], piece
@@ -168,10 +157,10 @@ def test_what_is_missing_has_a_reason_and_the_timeline_is_in_order(crash: Crash)
     assert incident["timeline"][-1]["event"] in last
 
 
-def test_the_servers_exit_status_says_that_a_rank_was_killed(crash: Crash) -> None:
-    assert crash.wreck.status == ServerExit.KILLED
+def test_the_servers_exit_status_says_that_a_rank_was_killed(crash: Wreck) -> None:
+    assert crash.status == ServerExit.KILLED
 
 
-def test_nothing_of_the_server_is_left_running(crash: Crash) -> None:
-    assert crash.wreck.left == []
-    assert not list(crash.wreck.folder.parent.glob(".*"))
+def test_nothing_of_the_server_is_left_running(crash: Wreck) -> None:
+    assert crash.left == []
+    assert not list(crash.folder.parent.glob(".*"))

@@ -43,11 +43,6 @@ class Stage:
     not_yet: str  # one that it must not have
     is_published: bool = False  # the incident has its final name by then
 
-    def is_hit_by(self, found: StoredIncident) -> bool:
-        """Say whether the handler that left this was at this stage."""
-        events = events_of(found)
-        return found.finished == self.is_published and self.reached in events and self.not_yet not in events
-
 
 OPENED = Stage("opened", "process_exited", "stacks_captured")
 CAPTURED = Stage("stacks_captured", "stacks_captured", "requests_saved")
@@ -91,30 +86,11 @@ def wreck_at(stage: Stage, tmp_path: Path, temporary: Path) -> tuple[Wreck, Stor
         env = {"TMPDIR": str(temporary)}
         left = break_one(RELEASE, folder, kill_at(stage, folder), requests=2, tp=2, env=env)
         (found,) = find_incidents(folder)
-        if stage.is_hit_by(found):
+        events = events_of(found)
+        if found.finished == stage.is_published and stage.reached in events and stage.not_yet not in events:
             return left, found
-        missed.append(sorted(events_of(found)))
+        missed.append(sorted(events))
     raise AssertionError(f"the handler was never killed when it was {stage.name}: {missed}")
-
-
-def check_the_server(left: Wreck) -> None:
-    """It ended by itself, soon, with a status that tells the cause, and nothing of it is left."""
-    assert left.left == []
-    # What SGLang sees by itself comes first or not, and says no signal.
-    assert left.status in (ServerExit.KILLED, ServerExit.CRASHED)
-    assert left.seconds_to_exit < 60
-
-
-def check_what_can_be_read(stage: Stage, found: StoredIncident, left: Wreck, listed: str) -> None:
-    """What the killed handler left says what is known by then, and who reads it is told that it is not finished."""
-    assert str(found.path) in listed
-    assert ("(not finished)" in listed) is not stage.is_published
-    document = found.document
-    assert document["complete"] is stage.is_published
-    # It is written after the document, for want of room before all else: it may tell what was known a moment before.
-    known = "sglang::scheduler_TP1" if stage is OPENED else "was killed by SIGKILL"
-    assert known in (found.path / "summary.md").read_text()
-    check_the_evidence(stage, found, left)
 
 
 def check_the_evidence(stage: Stage, found: StoredIncident, left: Wreck) -> None:
@@ -162,9 +138,21 @@ def test_a_killed_handlers_incident_is_finished_at_the_next_start(
     stage: Stage, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left, found = wreck_at(stage, tmp_path, temporary)
-    check_the_server(left)
+    # The server ended by itself, soon, with a status that tells the cause, and nothing of it is left.
+    assert left.left == []
+    # What SGLang sees by itself comes first or not, and says no signal.
+    assert left.status in (ServerExit.KILLED, ServerExit.CRASHED)
+    assert left.seconds_to_exit < 60
+    # What the killed handler left says what is known by then, and who reads it is told that it is not finished.
     assert main(["incidents", str(left.crash_folder)]) == 0
-    check_what_can_be_read(stage, found, left, capsys.readouterr().out)
+    listed = capsys.readouterr().out
+    assert str(found.path) in listed
+    assert ("(not finished)" in listed) is not stage.is_published
+    assert found.document["complete"] is stage.is_published
+    # It is written after the document, for want of room before all else: it may tell what was known a moment before.
+    known = "sglang::scheduler_TP1" if stage is OPENED else "was killed by SIGKILL"
+    assert known in (found.path / "summary.md").read_text()
+    check_the_evidence(stage, found, left)
     before = {path: path.read_bytes() for path in found.path.rglob("*") if path.is_file()}
 
     with start(RELEASE, left.crash_folder, tp=2, env={"TMPDIR": str(temporary)}) as server:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.crashes.whole import assert_before_the_end, assert_whole
+from integration.crashes.whole import assert_whole, times_of
 from integration.faults import CRASH, wait
-from integration.scenario import Wreck, break_one, serving, wreck
+from integration.scenario import Wreck, break_one
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.kernel import procfs
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
@@ -31,24 +28,12 @@ exit $status
 """
 
 
-def members_of(group: int) -> list[str]:
-    """Return the processes of a group but for those that are only waiting to be reaped."""
-    found = []
-    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
-        stat = procfs.read_stat(pid)
-        with contextlib.suppress(ProcessLookupError):
-            if stat is not None and stat.state != "Z" and os.getpgid(pid) == group:
-                found.append(f"{pid} {procfs.read_title(pid)}")
-    return found
-
-
 # The older releases have no such branch of their own, the newest has, and would kill while the requests are written.
 def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: Path) -> None:
-    with serving(release, tmp_path, tp=2, env=ENV) as server:
-        left = wreck(server, tmp_path, wait, breaks_by_itself=True)
-        assert members_of(server.pid) == []
+    left = break_one(release, tmp_path, wait, breaks_by_itself=True, tp=2, env=ENV)
     # The main process, of the same group, is given the time to end with a status of its own.
     assert left.status == ServerExit.RAISED
+    # The group is of the server's session.
     assert left.left == []
     assert_told_before_the_group_died(left)
 
@@ -65,7 +50,10 @@ def test_a_script_in_its_servers_group_goes_on(release: str, tmp_path: Path) -> 
 def assert_told_before_the_group_died(left: Wreck) -> None:
     """The incident misses nothing, names the rank that raised, and was on disk, with the requests, before the end."""
     assert_whole(left)
-    assert_before_the_end(left.incident)
+    times = times_of(left.incident)
+    # Before any process of the server was ended.
+    assert times["stacks_captured"] <= times["incident_finished"] <= times["process_exited"], left.incident["timeline"]
+    assert times["incident_finished"] <= times["server_exited"], left.incident["timeline"]
     assert (left.incident["kind"], left.incident["verdict"]["kind"]) == ("exception", "exception")
     assert left.incident["verdict"]["first_failure"]["title"].startswith("sglang::scheduler_TP")
     assert left.incident["requests"]["path"]

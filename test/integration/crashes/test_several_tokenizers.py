@@ -6,17 +6,15 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from integration.crashes.whole import assert_saved, assert_whole
-from integration.faults import send, wait
+from integration.crashes.whole import assert_whole
+from integration.faults import Fault, killed, raised, send, wait
 from integration.import_hook import write_site
 from integration.scenario import PATIENCE, SCHEDULER, Wreck, serving, wreck
 from lanelib.servers import Server
-from sglang_crashkit.incident.exit_status import ServerExit
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -25,17 +23,6 @@ WORKER = "sglang::tokenizer_worker"
 WORKERS, REQUESTS = 2, 6
 #: On a busy machine, in seconds.
 LONG = 300.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """How the scheduler ends."""
-
-    env: Mapping[str, str]  # more environment for the server
-    signum: signal.Signals | None  # the signal that it gets; None where it ends by itself
-    status: ServerExit  # the server's exit status
-
-
 #: uvicorn kills a worker that does not answer within so many seconds, which one that imports SGLang cannot.
 PATIENT = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"}
 #: 0.5.9 knows no such setting: what each Python process of a server runs first sets uvicorn's own, 5 s.
@@ -47,25 +34,21 @@ def init(self, *arguments, **options):
 Config.__init__ = init
 """
 #: Upstream's supervisor of the workers takes the SIGQUIT of a scheduler that raises, and the server is there for ever.
-RAISED = Case({"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "200"}, None, ServerExit.RAISED)
-KILLED = Case({}, signal.SIGKILL, ServerExit.KILLED)
+RAISED = raised("raised", wait, SCHEDULER, env={"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "200"})
+KILLED = killed("killed", send(SCHEDULER), SCHEDULER)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(RAISED, id="raised"), pytest.param(KILLED, id="killed", marks=pytest.mark.matrix)],
-)
-def case(request: pytest.FixtureRequest) -> Case:
-    found: Case = request.param
+@pytest.fixture(scope="module", params=[RAISED, pytest.param(KILLED, marks=pytest.mark.matrix)], ids=str)
+def fault(request: pytest.FixtureRequest) -> Fault:
+    found: Fault = request.param
     return found
 
 
 @pytest.fixture(scope="module")
-def left(case: Case, release: str, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
+def left(fault: Fault, release: str, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     folder = tmp_path_factory.mktemp("crash")
-    fault = wait if case.signum is None else send(SCHEDULER, case.signum)
-    with serving_by_workers(release, folder, case.env) as server:
-        return wreck(server, folder, fault, requests=REQUESTS, breaks_by_itself=case.signum is None)
+    with serving_by_workers(release, folder, fault.env) as server:
+        return wreck(server, folder, fault.strike, requests=REQUESTS, breaks_by_itself=fault is RAISED)
 
 
 @contextmanager
@@ -73,16 +56,16 @@ def serving_by_workers(release: str, folder: Path, env: Mapping[str, str] = {}) 
     """A server whose workers are all there: it answers as soon as the first of them does."""
     env = PATIENT | PATIENCE | write_site(folder.with_name(f"{folder.name}-site"), SITE) | dict(env)
     with serving(release, folder, "--tokenizer-worker-num", str(WORKERS), env=env) as server:
-
-        def are_there() -> bool:
-            return sum(title.startswith(WORKER) for _pid, title in server.processes()) == WORKERS
-
-        wait_until(are_there, "every tokenizer worker has its title", LONG)
+        wait_until(
+            lambda: sum(title.startswith(WORKER) for _pid, title in server.processes()) == WORKERS,
+            "every tokenizer worker has its title",
+            LONG,
+        )
         yield server
 
 
-def test_the_server_ends_with_all_of_its_processes(case: Case, left: Wreck) -> None:
-    assert left.status == case.status
+def test_the_server_ends_with_all_of_its_processes(fault: Fault, left: Wreck) -> None:
+    assert left.status == fault.status
     assert left.left == []
 
 
@@ -93,11 +76,10 @@ def test_the_requests_of_the_workers_are_in_one_incident(left: Wreck) -> None:
     saved = [entry["path"] for entry in left.incident["timeline"] if entry["event"] == "requests_saved"]
     assert requests["path"] in saved
     assert sorted(saved) == sorted(map(str, Path(requests["path"]).parent.glob("crash_dump_*.pkl")))
-    assert_saved(saved, left.sent)
 
 
-def test_every_process_has_a_stack_or_its_end(case: Case, left: Wreck) -> None:
-    assert_whole(left, {} if case.signum is None else {SCHEDULER: ("signal", "SIGKILL")})
+def test_every_process_has_a_stack_or_its_end(fault: Fault, left: Wreck) -> None:
+    assert_whole(left, {SCHEDULER: fault.end} if fault.end else {})
     assert [member.title.startswith(WORKER) for member in left.members].count(True) == WORKERS
 
 

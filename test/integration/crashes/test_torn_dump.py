@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from integration.crashes.whole import journaled
 from integration.import_hook import write_site
 from integration.scenario import (
     EXIT_TIMEOUT_S,
-    HANDLER,
     PATIENCE,
+    PROMPTS,
     SCHEDULER,
     answers_of,
+    handler_pid,
     journaled_rids,
     serving,
+    stopped,
     wait_for_incident,
 )
-from lanelib.procs import title_of, tree_of, watchers_of
+from lanelib.procs import tree_of
 from lanelib.servers import greedy
+from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel import procfs
+from unit.support.targets import state_of
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -66,9 +69,7 @@ class Left:
     status: int  # of the program that captured the output: 0 when that had its end and the server was killed
     handler_state: str  # of the crash handler when the output had its end
     folder: Path  # the crash folder
-    incident_folder: Path  # the incident's
-    incident: dict[str, Any]  # what it holds
-    answered: int  # how many requests were answered before
+    stored: StoredIncident  # the incident
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +77,9 @@ def left(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lef
     folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
     env = PATIENCE | write_site(site, SITE) | {"CRASHKIT_TEST_MARKER": str(site / "marker")}
     with serving(release, folder, env=env, prefix=(sys.executable, "-c", CAPTURE)) as server:
-        answered = len(answers_of(server))
+        answers_of(server)
         (main,) = [one.pid for one in tree_of(server.pid) if one.parent == server.pid]
-        (handler,) = [one.pid for one in watchers_of([main]) if title_of(one.pid) == HANDLER]
+        handler = handler_pid(server)
         for _ in range(REQUESTS):
             server.ask_later("generate", greedy("Once upon a time", 4000), EXIT_TIMEOUT_S)
         wait_until(lambda: len(journaled_rids(server.pid)) == REQUESTS, "the requests are under way", LONG)
@@ -87,25 +88,22 @@ def left(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lef
         # Those of the processes are taken meanwhile; on a busy machine that takes longer.
         wait_until(lambda: [*folder.glob("*/incidents/*/stacks/*launch_server*.txt")], "the stacks are taken", LONG)
         # Whatever it holds open is held open until the output has had its end.
-        os.kill(handler, signal.SIGSTOP)
-        try:
+        with stopped(handler):
             os.kill(main, signal.SIGKILL)
             status = server.popen.wait(EXIT_TIMEOUT_S)
-            state = procfs.read_stat(handler)
-        finally:
-            os.kill(handler, signal.SIGCONT)
+            state = state_of(handler)
         stored = wait_for_incident(folder, LONG)
         wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves", LONG)
-        yield Left(status, state.state if state else "", folder, stored.path, stored.document or {}, answered)
+        yield Left(status, state, folder, stored)
 
 
 def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:
-    assert left.incident["complete"] is True
-    assert left.incident["verdict"]["first_failure"]["title"] == SCHEDULER
-    requests = left.incident["requests"]
-    assert (requests["source"], requests["unfinished"], requests["finished"]) == ("journal", REQUESTS, left.answered)
-    lines = (left.incident_folder / requests["journal"]["path"]).read_text().splitlines()
-    assert [json.loads(line)["state"] for line in lines].count("unfinished") == REQUESTS
+    incident = left.stored.document
+    assert incident["complete"] is True
+    assert incident["verdict"]["first_failure"]["title"] == SCHEDULER
+    requests = incident["requests"]
+    assert (requests["source"], requests["unfinished"], requests["finished"]) == ("journal", REQUESTS, len(PROMPTS))
+    assert len(journaled(incident, left.stored.path, "unfinished")) == REQUESTS
 
 
 def test_nothing_torn_is_left(left: Left) -> None:

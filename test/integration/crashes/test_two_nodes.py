@@ -7,31 +7,31 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from integration.crashes.whole import End, assert_ends, assert_misses_nothing, assert_present, assert_told
+from integration.crashes.whole import assert_ends, assert_present, assert_told, assert_whole
 from integration.faults import TP0, TP1
 from integration.scenario import (
     PATIENCE,
-    Member,
     Sent,
+    Wreck,
     ask_in_flight,
     incidents_of,
     left_of,
     members_of,
     rank_that_starts,
+    wreck,
 )
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.incident.store import StoredIncident
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -40,25 +40,6 @@ TITLE_TIMEOUT_S = 400.0
 EXIT_TIMEOUT_S = 90.0
 #: A machine that is not busy needs 4 s. Upstream's node of rank 1 is there then, and ends with 0 whenever it does.
 AT_ONCE_S = 20.0
-
-
-@dataclass(frozen=True)
-class Node:
-    """What is left of one node."""
-
-    status: int  # its main process's exit status, negative for a signal
-    seconds: float  # from the fault to its exit
-    incidents: list[StoredIncident]  # each incident below its crash folder
-    members: list[Member]  # each process that it had before
-    sent: list[Sent]  # the requests that it worked on
-    rank: int  # pid of its scheduler
-    left: list[str]  # its processes that were still there 5 s after its main process had gone
-    log: str  # what it printed
-
-    @property
-    def incident(self) -> dict[str, Any]:
-        assert len(self.incidents) == 1, f"{[str(found.path) for found in self.incidents]}\n{self.log[-3000:]}"
-        return self.incidents[0].document or {}
 
 
 @contextlib.contextmanager
@@ -77,49 +58,39 @@ def two_nodes(release: str, folder: Path) -> Iterator[tuple[Server, Server]]:
 
 def end_of(
     nodes: tuple[Server, Server], folder: Path, fault: Callable[[], None], sent: Sequence[Sent] = ()
-) -> tuple[Node, Node]:
+) -> tuple[Wreck, Wreck]:
     """Break a server, and gather what is left of each node; `sent` are the requests that the first one works on."""
     members = [members_of(node) for node in nodes]
     ranks = [node.pid_of(title) for node, title in zip(nodes, RANKS, strict=True)]
     began = time.monotonic()
     fault()
-    seconds = [0.0, 0.0]
-    while any(node.popen.poll() is None for node in nodes) and time.monotonic() < began + EXIT_TIMEOUT_S:
-        time.sleep(0.02)
-        for number, node in enumerate(nodes):
-            if seconds[number] == 0.0 and node.popen.poll() is not None:
-                seconds[number] = time.monotonic() - began
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        ends = [*pool.map(lambda node: (node.popen.wait(EXIT_TIMEOUT_S), time.monotonic() - began), nodes)]
+    folders = [folder / str(number) for number in range(len(nodes))]
+    wait_until(
+        lambda: all(one.finished for each in folders for one in incidents_of(each)),
+        "the crash handlers have finished their incidents",
+        EXIT_TIMEOUT_S,
+    )
     first, second = (
-        Node(
-            status=node.popen.wait(timeout=1),
-            seconds=seconds[number],
-            incidents=finished_of(folder / str(number)),
+        Wreck(
+            crash_folder=folders[number],
+            status=ends[number][0],
+            incidents=[(one.path, one.document or {}) for one in incidents_of(folders[number])],
             members=members[number],
+            pids={RANKS[number]: ranks[number]},
             sent=[] if number else list(sent),
-            rank=ranks[number],
             left=left_of([node], [member.process for member in members[number]]),
             log=node.log_path.read_text(errors="replace"),
+            seconds_to_exit=ends[number][1],
         )
         for number, node in enumerate(nodes)
     )
     return first, second
 
 
-def finished_of(folder: Path) -> list[StoredIncident]:
-    """Return the incidents of a node, once its crash handler has finished them."""
-    deadline = time.monotonic() + EXIT_TIMEOUT_S
-    while any(not one.finished for one in incidents_of(folder)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return incidents_of(folder)
-
-
-def assert_whole(node: Node, ends: Mapping[int, End]) -> None:
-    """The node's incident misses no process, no stack, no end and no request."""
-    assert_misses_nothing(node.incident, node.incidents[0].path, node.members, ends, node.sent)
-
-
 @pytest.fixture(scope="module", params=[1, pytest.param(0, marks=pytest.mark.matrix)], ids=["rank1", "rank0"])
-def loss(request: pytest.FixtureRequest, release: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Node, Node]:
+def loss(request: pytest.FixtureRequest, release: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Wreck, Wreck]:
     """The node that lost its rank, and the other one."""
     victim, folder = request.param, tmp_path_factory.mktemp("crash")
     with two_nodes(release, folder) as nodes:
@@ -131,37 +102,37 @@ def loss(request: pytest.FixtureRequest, release: str, tmp_path_factory: pytest.
     return both[victim], both[1 - victim]
 
 
-def test_the_node_of_a_killed_rank_ends_at_once(loss: tuple[Node, Node]) -> None:
+def test_the_node_of_a_killed_rank_ends_at_once(loss: tuple[Wreck, Wreck]) -> None:
     victim, _other = loss
     assert victim.status == ServerExit.KILLED, victim.log[-3000:]
     assert victim.left == []
-    assert victim.seconds < AT_ONCE_S
-    verdict = victim.incident["verdict"]
-    assert (verdict["kind"], verdict["first_failure"]["pid"]) == ("signal", victim.rank)
-    assert_whole(victim, {victim.rank: ("signal", "SIGKILL")})
+    assert victim.seconds_to_exit < AT_ONCE_S
+    verdict, ((title, pid),) = victim.incident["verdict"], victim.pids.items()
+    assert (verdict["kind"], verdict["first_failure"]["pid"]) == ("signal", pid)
+    assert_whole(victim, {title: ("signal", "SIGKILL")})
 
 
-def test_the_other_node_says_that_it_lost_a_peer(loss: tuple[Node, Node]) -> None:
+def test_the_other_node_says_that_it_lost_a_peer(loss: tuple[Wreck, Wreck]) -> None:
     _victim, other = loss
     assert other.status == ServerExit.LOST_PEER, other.log[-3000:]
     assert other.left == []
     verdict = other.incident["verdict"]
     assert (verdict["kind"], verdict["level"]) == ("lost_peer", "supported")
-    assert verdict["first_failure"]["pid"] == other.rank
-    assert_whole(other, {})
+    assert [verdict["first_failure"]["pid"]] == [*other.pids.values()]
+    assert_whole(other)
 
 
 def test_both_incidents_together_name_who_was_first(
-    loss: tuple[Node, Node], capsys: pytest.CaptureFixture[str]
+    loss: tuple[Wreck, Wreck], capsys: pytest.CaptureFixture[str]
 ) -> None:
     victim, other = loss
-    folders = [str(node.incidents[0].path.parents[1]) for node in (other, victim)]
+    folders = [str(node.incidents[0][0].parents[1]) for node in (other, victim)]
     assert main(["explain", *folders, "--json"]) == ExitCode.DONE
     verdict = json.loads(capsys.readouterr().out)["verdict"]
     # Where the other node lost the connection before the kernel told of the death, it is no more than supported.
     assert verdict["class"] == "killed"
     # SGLang's title of the one that was killed.
-    assert f"sglang::scheduler_{verdict['first']}" in [one.title for one in victim.members if one.pid == victim.rank]
+    assert victim.pids.keys() == {f"sglang::scheduler_{verdict['first']}"}
 
 
 @pytest.mark.matrix
@@ -182,7 +153,7 @@ def test_an_orderly_shutdown_is_no_failure_of_any_node(release: str, tmp_path: P
         # may lose it before it has ended.
         assert second.status == -signal.SIGTERM
         assert first.status in (0, ServerExit.LOST_PEER), first.log[-3000:]
-    verdicts = [(one.document or {})["verdict"]["kind"] for one in first.incidents]
+    verdicts = [document["verdict"]["kind"] for _path, document in first.incidents]
     assert verdicts == (["lost_peer"] if first.status else [])
 
 
@@ -190,16 +161,10 @@ def test_an_orderly_shutdown_is_no_failure_of_any_node(release: str, tmp_path: P
 def test_a_rank_killed_on_node_1_while_loading_ends_it(release: str, tmp_path: Path) -> None:
     with two_nodes(release, tmp_path) as nodes:
         pid = rank_that_starts(nodes[1], RANKS[1], TITLE_TIMEOUT_S)
-        members = members_of(nodes[1])
-        os.kill(pid, signal.SIGKILL)
-        assert nodes[1].popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.KILLED
-        log = nodes[1].log_path.read_text(errors="replace")
-        left = left_of([nodes[1]], [member.process for member in members])
-    assert "Rank 0 scheduler died during initialization (exit code: -9)." in log
-    assert left == []
-    (stored,) = finished_of(tmp_path / "1")
-    incident = stored.document or {}
-    assert incident["verdict"]["first_failure"]["pid"] == pid
-    assert_present(incident, members)
-    assert_told(incident, stored.path, [pid])
-    assert_ends(incident, {pid: ("signal", "SIGKILL")})
+        left = wreck(nodes[1], tmp_path / "1", lambda _node: os.kill(pid, signal.SIGKILL), requests=0)
+    assert (left.status, left.left) == (ServerExit.KILLED, [])
+    assert "Rank 0 scheduler died during initialization (exit code: -9)." in left.log
+    assert left.incident["verdict"]["first_failure"]["pid"] == pid
+    assert_present(left.incident, left.members)
+    assert_told(left.incident, left.folder, [pid])
+    assert_ends(left.incident, {pid: ("signal", "SIGKILL")})

@@ -18,39 +18,24 @@ End = tuple[str, str | None]
 
 def assert_whole(left: Wreck, ends: Mapping[str, End] | None = None) -> None:
     """The only incident is complete, and misses no process, no stack, no end (`ends`: by title) and no request."""
-    struck = {pid_of(left.members, title): end for title, end in (ends or {}).items()}
-    assert_misses_nothing(left.incident, left.folder, left.members, struck, left.sent)
-
-
-def assert_misses_nothing(
-    incident: dict[str, Any], folder: Path, members: Sequence[Member], struck: Mapping[int, End], sent: Sequence[Sent]
-) -> None:
-    """An incident is complete, and misses no process, no stack, no end (`struck`: by pid) and no request."""
+    incident, ends = left.incident, ends or {}
+    struck = {member.pid: ends[member.title] for member in left.members if member.title in ends}
+    assert len(struck) == len(ends), left.members
     assert incident["complete"] is True
-    assert_present(incident, members)
-    assert_titled(incident, members)
-    assert_told(incident, folder, struck)
+    assert_present(incident, left.members)
+    # Each of SGLang's own processes has the title that it had before.
+    own = {member.pid: member.title for member in left.members if member.title.startswith("sglang::") and member.lasts}
+    found = {process["pid"]: process["title"] for process in incident["processes"] if process["pid"] in own}
+    assert found.items() <= own.items()
+    assert_told(incident, left.folder, struck)
     assert_ends(incident, struck)
-    assert_requests(incident, folder, sent)
-
-
-def pid_of(members: Iterable[Member], title: str) -> int:
-    pids = [member.pid for member in members if member.title == title]
-    assert len(pids) == 1, f"{len(pids)} processes titled {title}"
-    return pids[0]
+    assert_requests(incident, left.folder, left.sent)
 
 
 def assert_present(incident: dict[str, Any], members: Iterable[Member]) -> None:
     """Each process that the server had is in the incident."""
     there = {process["pid"]: process["title"] for process in incident["processes"]}
     assert [member for member in members if member.lasts and member.pid not in there] == [], there
-
-
-def assert_titled(incident: dict[str, Any], members: Iterable[Member]) -> None:
-    """Each of SGLang's own processes has the title that it had before."""
-    own = {member.pid: member.title for member in members if member.title.startswith("sglang::") and member.lasts}
-    found = {process["pid"]: process["title"] for process in incident["processes"] if process["pid"] in own}
-    assert found.items() <= own.items()
 
 
 def assert_told(incident: dict[str, Any], folder: Path, struck: Collection[int] = ()) -> None:
@@ -152,10 +137,3 @@ def journaled(incident: dict[str, Any], folder: Path, *states: str) -> dict[str,
 def times_of(incident: dict[str, Any]) -> dict[str, float]:
     """Return when each event of the timeline was first, in seconds since the epoch."""
     return {entry["event"]: seconds_of(entry["time"]) or 0.0 for entry in reversed(incident["timeline"])}
-
-
-def assert_before_the_end(incident: dict[str, Any]) -> None:
-    """The evidence was on disk before any process of the server was ended."""
-    times = times_of(incident)
-    assert times["stacks_captured"] <= times["incident_finished"] <= times["process_exited"], incident["timeline"]
-    assert times["incident_finished"] <= times["server_exited"], incident["timeline"]

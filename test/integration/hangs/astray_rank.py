@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from integration import import_hook
-
 #: Runs in every Python process of the server. A request is to go astray where its id begins with the way in which.
-_SITECUSTOMIZE = """
+_CODE = """
 VICTIM = "sglang::scheduler_TP1"
 #: A request is at work once it has given so many tokens.
 AT_WORK = 10
@@ -61,8 +57,5 @@ def retract_once(batches):
 
     batches.check_decode_mem = check_decode_mem
 """
-
-
-def write_site(folder: Path) -> dict[str, str]:
-    """Write it into an empty folder, and return the environment that brings it into a server."""
-    return import_hook.write_site(folder, _SITECUSTOMIZE, "sglang.srt.managers.scheduler")
+#: For `import_hook.write_site`.
+SITE = (_CODE, "sglang.srt.managers.scheduler")

@@ -6,10 +6,6 @@ random weights: of what was drafted only the root is accepted, and nothing is co
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from integration import import_hook
-
 _MODULES = (
     "sglang.srt.layers.attention.torch_native_backend",
     "sglang.srt.layers.rotary_embedding.base",
@@ -23,7 +19,7 @@ _MODULES = (
     "sglang.kernels.ops.speculative.reconstruct_tree",
     "sglang.kernels.ops.speculative.spec_tree",
 )
-_SITECUSTOMIZE = """
+_CODE = """
 def complete_attention(backend):
     attend = backend._run_sdpa_forward_extend
 
@@ -114,8 +110,5 @@ def change(module):
     else:
         setattr(module, *STAND_INS[last])
 """
-
-
-def write_site(folder: Path) -> dict[str, str]:
-    """Write it into an empty folder, and return the environment that brings it into a server."""
-    return import_hook.write_site(folder, _SITECUSTOMIZE, *_MODULES)
+#: For `import_hook.write_site`.
+SITE = (_CODE, *_MODULES)

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.judge.activity import bare
-from sglang_crashkit.model.sample import main_thread
+from sglang_crashkit.model.sample import Frame, main_thread
 from unit.support.server_driver import events_of
 from unit.support.targets import state_of
 from unit.support.waiting import wait_until
@@ -46,10 +46,9 @@ class Hung:
 
     document: dict[str, Any]  # the incident, as it was when it was finished
     folder: Path  # its folder
-    secs: float  # from when the rank was made to hang to the whole incident, in seconds
-    state: str  # state of the rank when the incident was whole
+    secs: float  # from what made a process hang to the whole incident, in seconds
     late_answer: list[int] = field(default_factory=list)  # what the request that waited was answered in the end
-    over: dict[str, Any] = field(default_factory=dict)  # the incident as it was when the rank had gone on
+    over: dict[str, Any] = field(default_factory=dict)  # the incident as it was when the process had gone on
 
 
 @dataclass
@@ -62,6 +61,7 @@ class Story:
     quiet: dict[str, list[StoredIncident]] = field(default_factory=dict)
     answers: list[list[list[int]]] = field(default_factory=list)  # what the server answered before and after
     hung: dict[str, Hung] = field(default_factory=dict)  # what came of each way to hang
+    state: str = ""  # state of the rank that was stopped when its incident was whole
     second: dict[str, Any] = field(default_factory=dict)  # the incident of the rank stopped in the middle of a batch
     killed: dict[str, Any] = field(default_factory=dict)  # the incident of that rank killed then
     log: str = ""  # what the server printed
@@ -78,12 +78,6 @@ def load_slowly(server: Server, told: Story) -> None:
         time.sleep(QUIET_SECS)
     server.wait_ready()
     told.quiet["loading"] = find_incidents(told.folder)
-
-
-def be_idle(told: Story) -> None:
-    """Ask nothing for longer than a hang would take."""
-    time.sleep(QUIET_SECS)
-    told.quiet["idle"] = find_incidents(told.folder)
 
 
 def prefill_slowly(server: Server, told: Story) -> None:
@@ -129,6 +123,7 @@ def hang_while_idle(server: Server, told: Story) -> None:
     with stopped(told.pids[VICTIM]):
         answer = ask_later(server, max_new_tokens=16)
         hung = told.hung["stop"] = await_hang(told, began)
+        told.state = state_of(told.pids[VICTIM])
     await_progress(hung, answer)
 
 
@@ -147,9 +142,7 @@ def stop_in_all_reduce(told: Story) -> bool:
     """Stop the rank; unless the other one waits for it in an all-reduce then, let it go on."""
     os.kill(told.pids[VICTIM], signal.SIGSTOP)
     time.sleep(0.5)
-    (sample,) = sample_all([told.pids[WAITING]], LONG)
-    thread = main_thread(sample.threads, sample.pid)
-    if thread is not None and any(bare(frame.function) == "all_reduce" for frame in thread.frames):
+    if any(bare(frame.function) == "all_reduce" for frame in frames_of(told.pids[WAITING])):
         return True
     os.kill(told.pids[VICTIM], signal.SIGCONT)
     time.sleep(0.3)
@@ -176,7 +169,8 @@ def tell(server: Server, told: Story, stuck: StuckRank, *, full: bool) -> None:
     server.wait_ready()
     told.pids = {title: server.pid_of(title) for title in (VICTIM, WAITING)}
     told.answers.append(answers_of(server))
-    be_idle(told)
+    time.sleep(QUIET_SECS)
+    told.quiet["idle"] = find_incidents(told.folder)
     # Older releases work at the last batch as they pause, which is theirs to get right.
     pause(server, told, in_request=full)
     if full:
@@ -193,7 +187,7 @@ def tell(server: Server, told: Story, stuck: StuckRank, *, full: bool) -> None:
 def await_hang(told: Story, began: float) -> Hung:
     """Return the next hang when its incident is whole."""
     path, document = next_incident(told.folder, len(told.hung) + 1)
-    return Hung(document, path, time.monotonic() - began, state_of(told.pids[VICTIM]))
+    return Hung(document, path, time.monotonic() - began)
 
 
 def await_progress(hung: Hung, answer: Callable[[], list[int]]) -> None:
@@ -249,3 +243,10 @@ def have_answered(server: Server, max_new_tokens: int) -> Callable[[], list[int]
     answer = ask_later(server, max_new_tokens)
     wait_until(lambda: worked_on(server, log_from), "the ranks work on the request", LONG)
     return answer
+
+
+def frames_of(pid: int, timeout_s: float = LONG) -> Sequence[Frame]:
+    """Return what is on the stack of a process's main thread now, innermost first, as py-spy sees it."""
+    (sample,) = sample_all([pid], timeout_s)
+    thread = main_thread(sample.threads, pid)
+    return thread.frames if thread is not None else ()

@@ -18,8 +18,9 @@ import pytest
 
 from integration.hangs import astray_rank, cpu_kernels
 from integration.hangs.hang_story import LONG
+from integration.import_hook import write_site
 from integration.scenario import run_kit, serving, wait_for_incident
-from lanelib.servers import Server, opener
+from lanelib.servers import Server, greedy, opener
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
@@ -60,8 +61,7 @@ class Asked(threading.Thread):
     def __init__(self, server: Server, rid: str, tokens: int, prompt: str = "Hello") -> None:
         super().__init__(daemon=True)
         self.rid, self.chunks, self.is_whole = rid, 0, False
-        sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
-        body = json.dumps({"rid": rid, "text": prompt, "sampling_params": sampling, "stream": True}).encode()
+        body = json.dumps(greedy(prompt, tokens, rid=rid, stream=True)).encode()
         self._request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
         self.start()
 
@@ -134,7 +134,7 @@ def tell(
     told, crash = Story(), factory.mktemp("crash")
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
     site = factory.mktemp("site")
-    environ |= cpu_kernels.write_site(site) | astray_rank.write_site(site) | dict(env or {})
+    environ |= write_site(site, *cpu_kernels.SITE) | write_site(site, *astray_rank.SITE) | dict(env or {})
     with serving("0.5.23", crash, *more, tp=2, env=environ) as server:
         if load_secs:
             told.well = load(server, load_secs, factory.mktemp("collected"))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lanelib.lanes import Lane, ensure_lane
+from lanelib.lanes import Lane
 from sglang_crashkit.analysis.collectives import RankRecord, judge_collectives
 from sglang_crashkit.capture.flight_request import (
     BUFFER_SIZE,
@@ -35,12 +35,6 @@ RANKS = (0, 1)
 #: Collectives of their own group that both do, see the program.
 COMMON = 3
 START_SECS = 240.0
-
-
-@pytest.fixture(scope="module", params=["0.5.9", pytest.param("0.5.12.post1", marks=pytest.mark.matrix), "0.5.23"])
-def lane(request: pytest.FixtureRequest) -> Lane:
-    """A release with PyTorch 2.9, 2.11 or 2.14."""
-    return ensure_lane(request.param)
 
 
 @contextlib.contextmanager
@@ -77,9 +71,9 @@ def dumping_ranks(lane: Lane, folder: Path) -> Iterator[list[Path]]:
 
 
 @pytest.fixture(scope="module")
-def answers(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Received]]:
+def answers(end_lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Received]]:
     """The dumps of two ranks of which the first waits for the second."""
-    with dumping_ranks(lane, tmp_path_factory.mktemp("ranks")) as paths:
+    with dumping_ranks(end_lane, tmp_path_factory.mktemp("ranks")) as paths:
         yield [parse_answer(path.read_bytes()) for path in paths]
 
 
@@ -122,7 +116,8 @@ def test_the_rank_that_has_not_begun_the_collective_is_named(answers: list[Recei
         ("libtorch_cpu.so", (BUFFER_SIZE, OLD_BUFFER_SIZE, *DUMP_STEMS)),
     ],
 )
-def test_pytorch_reads_the_variables_that_are_set_for_it(lane: Lane, library: str, names: tuple[str, ...]) -> None:
-    (path,) = lane.python.parent.parent.glob(f"lib/python*/site-packages/torch/lib/{library}")
+def test_pytorch_reads_the_variables_that_are_set_for_it(end_lane: Lane, library: str, names: tuple[str, ...]) -> None:
+    # PyTorch 2.9, 2.11 or 2.14.
+    (path,) = end_lane.python.parent.parent.glob(f"lib/python*/site-packages/torch/lib/{library}")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         assert [name for name in names if content.find(name.encode()) < 0] == []

@@ -66,7 +66,7 @@ def test_both_ranks_have_the_stacks_of_three_moments(story: Story) -> None:
 
 
 def test_the_rank_is_left_alone_and_nothing_is_killed(story: Story) -> None:
-    assert story.hung["stop"].state == "T"
+    assert story.state == "T"
     for way, hung in story.hung.items():
         assert "process_exited" not in events_of(hung.document), way
 

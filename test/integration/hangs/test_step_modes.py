@@ -15,8 +15,9 @@ import pytest
 from integration.hangs import cpu_kernels
 from integration.hangs.hang_story import LONG
 from integration.hangs.test_divergence import Asked
+from integration.import_hook import write_site
 from integration.scenario import serving, wait_for_incident
-from lanelib.lanes import Lane, ensure_lane
+from lanelib.lanes import ensure_lane
 from lanelib.servers import parallel_env
 from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.model.step import Step
@@ -64,15 +65,6 @@ WAYS = {
 }
 
 
-def model_of(lane: Lane, name: str, folder: Path) -> Path:
-    """Return a copy of the lane's model that is of another class; the weights are random in any case."""
-    shutil.copytree(lane.model_dir, folder, dirs_exist_ok=True)
-    config = json.loads((lane.model_dir / "config.json").read_text())
-    config |= {"architectures": [name], "model_type": name.removesuffix("ForCausalLM").lower()}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module", params=WAYS)
 def way(request: pytest.FixtureRequest) -> Way:
     return WAYS[request.param]
@@ -84,10 +76,16 @@ def left(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
     lane, crash = ensure_lane("0.5.23"), tmp_path_factory.mktemp("crash")
     arguments = [*way.arguments]
     if way.model:
-        arguments += ["--model-path", str(model_of(lane, way.model, tmp_path_factory.mktemp("model")))]
+        # A copy of the lane's model that is of another class; the weights are random in any case.
+        model = tmp_path_factory.mktemp("model")
+        shutil.copytree(lane.model_dir, model, dirs_exist_ok=True)
+        config = json.loads((lane.model_dir / "config.json").read_text())
+        config |= {"architectures": [way.model], "model_type": way.model.removesuffix("ForCausalLM").lower()}
+        (model / "config.json").write_text(json.dumps(config))
+        arguments += ["--model-path", str(model)]
     # The stages of a pipeline are ranks like others.
     ranks = 1 if way.victim == "scheduler" else 2
-    environ = parallel_env(lane, ranks, 1) | cpu_kernels.write_site(tmp_path_factory.mktemp("site"))
+    environ = parallel_env(lane, ranks, 1) | write_site(tmp_path_factory.mktemp("site"), *cpu_kernels.SITE)
     # The lane imports its own model only.
     environ |= {"SGLANG_DISABLED_MODEL_ARCHS": ""} if way.model else {}
     with serving(lane, crash, *arguments, tp=way.tp, env=environ) as server:

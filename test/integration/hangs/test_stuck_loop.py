@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import pytest
 
 from integration.crashes.test_several_tokenizers import PATIENT
-from integration.hangs.hang_story import HANG_SECS, LONG, QUIET_SECS, ask_later, events_of
-from integration.hangs.stuck_loop import DETOKENIZER, TOKENIZER, StuckLoop, Way
+from integration.hangs.hang_story import HANG_SECS, LONG, QUIET_SECS, Hung, ask_later, await_progress, events_of
+from integration.import_hook import write_site
 from integration.scenario import serving, whole_incidents
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -20,6 +21,62 @@ from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
+#: ``spin`` uses its CPU; ``block`` waits in the kernel, as for a lock; ``rest`` is back in 3 s.
+Way = Literal["spin", "block", "rest"]
+#: Who hangs, by title: the main process, or a worker, as it takes in a prompt; the detokenizer at the tokens of one.
+TOKENIZER, DETOKENIZER = "tokenizer", "detokenizer"
+
+MODULES = ("sglang.srt.managers.tokenizer_manager", "sglang.srt.managers.detokenizer_manager")
+CODE = """
+import functools
+import os
+import time
+
+FOLDER = os.path.dirname(__file__)
+
+
+def stick(place):
+    path = os.path.join(FOLDER, place)
+    try:
+        with open(path) as file:
+            way = file.read()
+    except OSError:
+        return
+    if way == "spin":
+        while os.path.exists(path):
+            pass
+    elif way == "block":
+        with open(os.path.join(FOLDER, "fifo")):
+            pass
+    elif way == "rest":
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            # Another worker came by at the same moment, and rests.
+            return
+        time.sleep(3)
+
+
+def change(module):
+    if module.__name__.endswith("detokenizer_manager"):
+        kind, name = module.DetokenizerManager, "handle_batch_token_id_out"
+        handle = getattr(kind, name)
+
+        @functools.wraps(handle)
+        def changed(*args, **kwargs):
+            stick("detokenizer")
+            return handle(*args, **kwargs)
+    else:
+        kind, name = module.TokenizerManager, "_tokenize_one_request"
+        tokenize = getattr(kind, name)
+
+        @functools.wraps(tokenize)
+        async def changed(*args, **kwargs):
+            stick("tokenizer")
+            return await tokenize(*args, **kwargs)
+    setattr(kind, name, changed)
+
+"""
 WAYS: tuple[tuple[str, Way], ...] = (
     (TOKENIZER, "spin"),
     (TOKENIZER, "block"),
@@ -29,14 +86,28 @@ WAYS: tuple[tuple[str, Way], ...] = (
 HOW = {TOKENIZER: "did not come back to its event loop for ", DETOKENIZER: "worked at one message for "}
 
 
-@dataclass
-class Hung:
-    """One hang that ended well."""
+class StuckLoop:
+    """Makes processes of servers stuck that were started with its environment; it has a folder of its own."""
 
-    secs: float  # from the request that does it to the whole incident, in seconds
-    document: dict[str, Any]  # the incident, as it was then; `over`: when the process had gone on
-    over: dict[str, Any]
-    answer: list[int]  # what the request was answered in the end
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.environ = write_site(folder, CODE, *MODULES)
+        os.mkfifo(folder / "fifo")
+
+    def stick(self, place: str, way: Way) -> None:
+        """Have the process that comes by next be stuck."""
+        scratch = self._folder / "next"
+        scratch.write_text(way)
+        scratch.rename(self._folder / place)
+
+    def release(self, place: str) -> None:
+        """Let it go on, and the process that comes by later."""
+        (self._folder / place).unlink(missing_ok=True)
+        try:
+            os.close(os.open(self._folder / "fifo", os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            # No one waits there.
+            return
 
 
 @dataclass
@@ -74,14 +145,9 @@ def _hang(server: Server, stuck: StuckLoop, told: Told, place: str, way: Way) ->
     stuck.stick(place, way)
     answer = ask_later(server, max_new_tokens=8)
     stored = wait_until(lambda: whole_incidents(told.folder)[: -known or None], f"{place} {way}", LONG)[0]
-    secs = time.monotonic() - began
+    hung = told.hung[place, way] = Hung(stored.document or {}, stored.path, time.monotonic() - began)
     stuck.release(place)
-
-    def over() -> dict[str, Any]:
-        document = whole_incidents(told.folder)[0].document or {}
-        return document if "progress_returned" in events_of(document) else {}
-
-    told.hung[place, way] = Hung(secs, stored.document or {}, wait_until(over, "it goes on", LONG), answer())
+    await_progress(hung, answer)
 
 
 def _tell(factory: pytest.TempPathFactory, ways: tuple[tuple[str, Way], ...], *arguments: str) -> Told:
@@ -122,7 +188,7 @@ def test_a_stuck_loop_is_named_and_nothing_is_killed(told: Told, place: str, way
     # The goal is 15 s more than the limit; a machine that is busy with other tests has more.
     assert HANG_SECS < hung.secs < HANG_SECS + 60
     assert "process_exited" not in events_of(hung.over)
-    assert len(hung.answer) == 8
+    assert len(hung.late_answer) == 8
 
 
 @pytest.mark.parametrize(("place", "way"), WAYS)

@@ -37,7 +37,7 @@ from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.settings import runtime_folder, socket_of
 from unit.support.server_driver import piece_of
 from unit.support.targets import make_tool, state_of, traced
-from unit.support.waiting import child, wait_until
+from unit.support.waiting import child, descriptors, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
@@ -57,7 +57,7 @@ class Story:
 
     theirs: Path  # the folder of somebody else's that the crash folder has a link to
     fallback: Path  # where its incidents went instead
-    log_inode: int = 0
+    log: str = ""  # the file of its output
     answers: list[list[list[int]]] = field(default_factory=list)  # what it answered before, and after the flood
     after_flood: list[StoredIncident] = field(default_factory=list)  # incidents after the flood
     #: the incident of the rank that slept in the kernel, while the server went on
@@ -68,16 +68,10 @@ class Story:
     #: each health check meanwhile: when it was asked and answered, and the status
     health: list[tuple[float, float, int]] = field(default_factory=list)
     late_answer: list[int] = field(default_factory=list)  # what the request that waited for the rank was answered
-    open_files: set[int] = field(default_factory=set)  # what the crash handler had open, by inode
+    open_files: set[str] = field(default_factory=set)  # what the crash handler had open
     shared_memory: set[str] = field(default_factory=set)  # what the server had in /dev/shm before it ended
-    left: Wreck | None = None  # what was left in the end
+    end: Wreck = field(init=False)  # what was left in the end, but for the incident of the rank that slept
     decoy: tuple[int, bool] = (0, False)  # its pid, and whether it lived when all was over
-
-    @property
-    def end(self) -> Wreck:
-        """What was left in the end, but for the incident of the rank that slept."""
-        assert self.left is not None
-        return self.left
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +103,8 @@ def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
         serving(release, folder / "crash", "--watchdog-timeout", str(HANG_SECS), **how) as server,
     ):
         told.answers.append(answers_of(server))
-        told.open_files = open_inodes(handler_pid(server))
-        told.log_inode = server.log_path.stat().st_ino
+        told.open_files = set(descriptors(handler_pid(server)).values())
+        told.log = str(server.log_path.resolve())
         flood(server, temporary)
         told.answers.append(answers_of(server))
         told.after_flood = find_incidents(told.fallback)
@@ -118,8 +112,8 @@ def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
         told.answers.append(answers_of(server))
         (site / "hang").touch()
         told.shared_memory = shared_memory_of(server)
-        told.left = wreck(server, told.fallback, lambda s: os.kill(s.pid_of(SECOND), signal.SIGSTOP))
-        told.left.incidents[:] = [found for found in told.left.incidents if found[0] != told.observed_folder]
+        told.end = wreck(server, told.fallback, lambda s: os.kill(s.pid_of(SECOND), signal.SIGSTOP))
+        told.end.incidents[:] = [found for found in told.end.incidents if found[0] != told.observed_folder]
         told.decoy = decoy.pid, decoy.poll() is None
     return told
 
@@ -177,14 +171,6 @@ def check_health(server: Server, health: list[tuple[float, float, int]], over: t
         begun = time.time()
         with opener.open(f"{server.url}/health", timeout=LONG) as answer:
             health.append((begun, time.time(), answer.status))
-
-
-def open_inodes(pid: int) -> set[int]:
-    found = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.add(entry.stat().st_ino)
-    return found
 
 
 def evidence_of(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:
@@ -255,7 +241,7 @@ def test_a_decoy_with_a_ranks_title_is_left_alone(story: Story) -> None:
 
 def test_the_handler_holds_none_of_the_servers_output_open(story: Story) -> None:
     assert story.open_files
-    assert story.log_inode not in story.open_files
+    assert story.log not in story.open_files
 
 
 def test_a_link_in_a_shared_crash_folder_is_not_followed(story: Story) -> None:

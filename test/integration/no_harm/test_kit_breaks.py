@@ -113,6 +113,5 @@ def test_sigterm_lets_a_healthy_server_answer_without_an_incident(
     # The older releases end themselves with their tree, by SIGKILL.
     assert status == (0 if release == RELEASE else -signal.SIGKILL)
     assert left == []
-    assert procfs.read_stat(handler) is None
     assert find_incidents(tmp_path / "crash") == []
     assert not list(temporary.glob("sglang-crashkit-*/run/*"))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.no_harm.copied_lane import copied_lane, pip, status_of
+from integration.no_harm.lane_pip import pip, status_of
 from integration.scenario import EXIT_TIMEOUT_S, answers_of, handlers_of, serving
-from lanelib.lanes import Lane
+from lanelib.lanes import Lane, copied, ensure_lane
 from sglang_crashkit.installer.patches import load_lock
 from sglang_crashkit.installer.wheel import build_kit_wheel, find_wheel
 
@@ -24,19 +24,8 @@ IMPORT = "import sglang.srt.entrypoints.http_server, sys; print('sglang_crashkit
 
 @pytest.fixture(scope="module")
 def lane() -> Iterator[Lane]:
-    with copied_lane(RELEASE) as lane:
+    with copied(ensure_lane(RELEASE)) as lane:
         yield lane
-
-
-def log_of_import(lane: Lane, *, crashkit: bool) -> str:
-    """Import the HTTP server; return what is said of the kit."""
-    argv = [lane.python, "-c", IMPORT]
-    done = subprocess.run(
-        [str(part) for part in argv], check=False, capture_output=True, text=True, timeout=600, env=lane.serve_env()
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(crashkit)
-    return "".join(line for line in done.stderr.splitlines() if line.startswith("crash kit:"))
 
 
 def log_of_server(lane: Lane, folder: Path, *, crashkit: bool) -> list[str]:
@@ -57,7 +46,11 @@ def before_the_log_has_its_form(log: list[str]) -> list[str]:
 
 def test_without_the_kit_a_patched_sglang_serves_and_warns_once(lane: Lane, tmp_path: Path) -> None:
     pip(lane, "uninstall", "--yes", "sglang-crashkit")
-    said = log_of_import(lane, crashkit=False)
+    argv = [str(lane.python), "-c", IMPORT]
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=600, env=lane.serve_env())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+    (said,) = before_the_log_has_its_form(done.stderr.splitlines())
     assert said.startswith("crash kit: sglang-crashkit is not installed")
     assert said.endswith(f"pip install --force-reinstall --no-deps sglang=={RELEASE}")
     assert before_the_log_has_its_form(log_of_server(lane, tmp_path, crashkit=False)) == [said]

@@ -8,7 +8,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from integration.scenario import (
     wait_for_incident,
 )
 from lanelib.lanes import Lane, ensure_lane
-from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of
+from lanelib.procs import Process, alive, all_processes, read_process, send, title_of, tree_of, wait_gone, watchers_of
 from lanelib.servers import command_of, free_port, opener
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(3000)]
@@ -68,18 +68,10 @@ def the_incident(folder: Path, timeout_s: float = 60.0) -> dict[str, Any]:
 # One rank of an elastic server dies.
 
 
-@pytest.fixture
-def elastic(tmp_path: Path) -> dict[str, str]:
-    """The environment in which a patched server is elastic.
-
-    Elastic expert parallelism itself does not serve on a CPU.
-    """
-    return END | write_site(tmp_path / "site", ELASTIC_SITE)
-
-
-def test_an_elastic_server_serves_on_when_a_rank_dies(release: str, tmp_path: Path, elastic: Mapping[str, str]) -> None:
+def test_an_elastic_server_serves_on_when_a_rank_dies(release: str, tmp_path: Path) -> None:
     crash = tmp_path / "crash"
-    with serving(release, crash, dp=2, env=elastic) as server:
+    # Elastic expert parallelism itself does not serve on a CPU.
+    with serving(release, crash, dp=2, env=END | write_site(tmp_path / "site", ELASTIC_SITE)) as server:
         before = [generate(server.url, data_parallel_rank=rank) for rank in (0, 1)]
         others = [member.process for member in members_of(server) if member.lasts and member.title != DP1]
         handlers, victim = handlers_of(server), server.pid_of(DP1)
@@ -147,13 +139,8 @@ def neighbour_of(program: Program, lane: Lane, folder: Path, *, detached: bool =
                 break
             assert time.monotonic() < deadline, program.log.read_text(errors="replace")[-3000:]
             time.sleep(0.5)
-        pid = next(
-            int(path.name)
-            for path in Path("/proc").iterdir()
-            if path.name.isdigit()
-            and f"--port {port} " in title_of(int(path.name))
-            and "setsid" not in title_of(int(path.name))
-        )
+        titles = {process.pid: title_of(process.pid) for process in all_processes()}
+        pid = next(pid for pid, title in titles.items() if f"--port {port} " in title and "setsid" not in title)
         generate(url)
         processes = [one for one in tree_of(pid) if title_of(one.pid).startswith(("sglang::", str(lane.python)))]
         assert {process.pid for process in processes} >= {pid}
@@ -223,12 +210,6 @@ def test_a_server_outlives_the_program_that_started_it(release: str, tmp_path: P
 # A program that sees to SIGQUIT itself loses a rank.
 
 
-def kill_the_rank(program: Program) -> int:
-    pid = program.pid_of(SCHEDULER)
-    os.kill(pid, signal.SIGKILL)
-    return pid
-
-
 #: What the program does before it launches its engine's rank, and with what.
 SIGQUIT_HANDLERS = {
     "custom_sigquit_handler": ("engine = launch(custom_sigquit_handler=note)",),
@@ -258,7 +239,9 @@ def test_a_dead_rank_does_not_end_a_program_handling_sigquit(release: str, how: 
                 program.tell(step)
             for program in programs.values():
                 program.await_done(step)
-        victims = {name: kill_the_rank(program) for name, program in programs.items()}
+        victims = {name: program.pid_of(SCHEDULER) for name, program in programs.items()}
+        for pid in victims.values():
+            os.kill(pid, signal.SIGKILL)
         assert the_incident(tmp_path / "crash")["verdict"]["first_failure"]["pid"] == victims["patched"]
         time.sleep(LIVES_S)
         statuses = {name: program.popen.poll() for name, program in programs.items()}
@@ -323,13 +306,15 @@ def test_a_second_engines_hang_is_noticed_without_inherited_variables(
 # A service manager ends all processes of a server at once.
 
 
-def end_all_at_once(lane: Lane, crash: Path, requests: int) -> tuple[int, list[str], list[str]]:
-    """Start a server, send SIGTERM to each of its processes and its handler, and wait for its end.
+#: As the unpatched release ends: 0 where it drained, SIGKILL of itself where it first saw that a child had ended.
+UPSTREAMS_STATUSES = (0, -signal.SIGKILL)
 
-    Returns:
-        Its exit status, what was left of it, and the kinds of its incidents.
-    """
-    with serving(lane, crash, tp=2) as server:
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("requests", [0, 3], ids=["idle", "at work"])
+def test_sigterm_to_all_processes_at_once_is_an_orderly_end(requests: int, tmp_path: Path) -> None:
+    crash = tmp_path / "crash"
+    with serving(NEWEST, crash, tp=2) as server:
         generate(server.url)
         sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]
         ask_in_flight(server, *sent)
@@ -339,16 +324,5 @@ def end_all_at_once(lane: Lane, crash: Path, requests: int) -> tuple[int, list[s
             send(process, signal.SIGTERM)
         status = server.popen.wait(EXIT_TIMEOUT_S)
         left = left_of([server], known, timeout_s=15)
-    return status, left, kinds_of(crash)
-
-
-#: As the unpatched release ends: 0 where it drained, SIGKILL of itself where it first saw that a child had ended.
-UPSTREAMS_STATUSES = (0, -signal.SIGKILL)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("requests", [0, 3], ids=["idle", "at work"])
-def test_sigterm_to_all_processes_at_once_is_an_orderly_end(requests: int, tmp_path: Path) -> None:
-    status, left, kinds = end_all_at_once(ensure_lane(NEWEST), tmp_path / "crash", requests)
-    assert (left, kinds) == ([], [])
+    assert (left, kinds_of(crash)) == ([], [])
     assert status in UPSTREAMS_STATUSES

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lanelib.lanes import ensure_lane
+from lanelib.lanes import Lane
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -26,18 +26,17 @@ VARIABLES = {
 }
 
 
-@pytest.fixture(scope="module", params=["0.5.9", pytest.param("0.5.12.post1", marks=pytest.mark.matrix), "0.5.23"])
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+@pytest.fixture(scope="module")
+def seen(end_lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """What the program saw, and the folder that it worked in."""
-    lane = ensure_lane(request.param)
     folder = tmp_path_factory.mktemp("names")
     done = subprocess.run(
-        [lane.python, PROGRAM, lane.model_dir, folder],
+        [end_lane.python, PROGRAM, end_lane.model_dir, folder],
         check=False,
         capture_output=True,
         text=True,
         timeout=300,
-        env=lane.serve_env() | {"HOSTNAME": "what-the-shell-says"},
+        env=end_lane.serve_env() | {"HOSTNAME": "what-the-shell-says"},
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.no_harm.copied_lane import copied_lane, pip, status_of
-from lanelib.lanes import Lane
+from integration.no_harm.lane_pip import pip, status_of
+from lanelib.lanes import Lane, copied, ensure_lane
 from sglang_crashkit import __version__
 from sglang_crashkit.installer.patches import PatchTree, find_patch_root, load_lock
 from sglang_crashkit.installer.wheel import build_kit_wheel, build_patched_wheel, find_wheel, install_command
@@ -26,7 +26,7 @@ def upstream() -> Path:
 
 @pytest.fixture(scope="module")
 def lane() -> Iterator[Lane]:
-    with copied_lane(RELEASE) as lane:
+    with copied(ensure_lane(RELEASE)) as lane:
         yield lane
 
 

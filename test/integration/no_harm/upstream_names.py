@@ -60,12 +60,8 @@ def look_at_module() -> dict[str, Any]:
         at_old_place(scheduler_only=True)
         dump_utils.trigger_cuda_user_coredump(scheduler_only=True)
         found |= {"opened": str(opened.call_args.args[0]), "written": written.call_args.args[1].decode()}
-    found["dumped"] = [str(process.pid) in " ".join(command) for command in map(as_list, commands)]
+    found["dumped"] = [str(process.pid) in str(command) for command in commands]
     return found
-
-
-def as_list(command: str | list[str]) -> list[str]:
-    return command.split() if isinstance(command, str) else command
 
 
 def look_at_flags() -> dict[str, Any]:

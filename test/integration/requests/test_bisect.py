@@ -7,15 +7,14 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from integration.import_hook import write_site
 from integration.memory_group import NoMemoryGroupError, memory_group
-from integration.requests.poison import MARK, poisoned
-from integration.scenario import incidents_of, run_kit, serving
+from integration.scenario import incidents_of, run_kit, serving, wait_for_incident, whole_incidents
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, command_of
 from sglang_crashkit.incident.requests import StoredRequest, read_requests
@@ -24,13 +23,69 @@ from sglang_crashkit.kernel.server_address import Address
 from sglang_crashkit.model import ABORTED
 from sglang_crashkit.replay.server import Answer, send, send_all
 from sglang_crashkit.view.first_screen import first_screen
-from unit.support.waiting import wait_until
+from unit.support.waiting import LONG
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
 #: In seconds, on a busy machine.
 ANSWER_S, END_S, BISECT_S = 120.0, 120.0, 1500.0
 RELEASE = os.environ.get("SGLANG_CRASHKIT_TEST_RELEASE", "0.5.23")
+#: Runs in every Python process of the server, and has a scheduler look at each batch before it is computed. A fault is
+#: named by the environment variable POISON; a prompt is told by the token ids that it begins with.
+SITECUSTOMIZE = """
+import ctypes
+import os
+import time
+
+MARK = [7, 7, 7]
+hoard = []
+
+
+def marked(requests):
+    return [one for one in requests if list(one.origin_input_ids[:3]) == MARK]
+
+
+def token(requests):
+    if any(11 in one.origin_input_ids for one in requests):
+        raise IndexError("no such token")
+
+
+def segv(requests):
+    if marked(requests):
+        ctypes.string_at(8)
+
+
+def hang(requests):
+    while marked(requests):
+        time.sleep(0.1)
+
+
+def length(requests):
+    longest = max((len(one.origin_input_ids) for one in requests), default=0)
+    if longest > 100:
+        # What is taken from now on is of a small memory cgroup.
+        with open(os.environ["POISON_CGROUP"] + "/cgroup.procs", "w") as file:
+            file.write(str(os.getpid()))
+        hoard.append(b"x" * (longest * longest << 12))
+
+
+def change(module):
+    forward = module.TpModelWorker.forward_batch_generation
+    fault = globals()[os.environ["POISON"]]
+
+    def looked_at(self, batch, *args, **kwargs):
+        fault(getattr(batch, "reqs", None) or ())
+        return forward(self, batch, *args, **kwargs)
+
+    module.TpModelWorker.forward_batch_generation = looked_at
+
+"""
+MARK = [7, 7, 7]
+
+
+def poisoned(folder: Path, fault: str) -> dict[str, str]:
+    """Return the environment of a server that breaks by a fault of the hook above, which is written to a folder."""
+    return write_site(folder, SITECUSTOMIZE, "sglang.srt.managers.tp_worker") | {"POISON": fault}
 
 
 def ordinary(count: int) -> list[dict[str, Any]]:
@@ -57,17 +112,11 @@ def crash(
     folder: Path, env: Mapping[str, str], bodies: Sequence[Mapping[str, Any]], at_once: str = "8"
 ) -> StoredIncident:
     """Break a server by requests, and return its newest incident."""
-    known = {one.path for one in incidents_of(folder)}
     with serving(RELEASE, folder, "--max-running-requests", at_once, env=env) as server:
         ask(server, bodies)
-        wait_until(
-            lambda: any(one.finished for one in incidents_of(folder) if one.path not in known),
-            "it broke",
-        )
+        wait_for_incident(folder, LONG)
         server.popen.wait(timeout=END_S)
-    newest = next(one for one in incidents_of(folder) if one.path not in known)
-    assert newest.document is not None
-    return newest
+    return whole_incidents(folder)[0]
 
 
 def bisect(crash_folder: Path, out: Path, env: Mapping[str, str], *more: str) -> dict[str, Any]:
@@ -133,7 +182,7 @@ def test_the_last_of_a_large_batch_is_suspected(tmp_path: Path) -> None:
     }
     with serving(lane, folder, "--max-running-requests", "32", "--enable-custom-logit-processor") as server:
         assert send(Address("http", "127.0.0.1", server.port), asked, ANSWER_S).status is None
-        wait_until(lambda: any(one.finished for one in incidents_of(folder)), "it broke")
+        wait_for_incident(folder, LONG)
         server.popen.wait(timeout=END_S)
     (incident,) = incidents_of(folder)
     document = incident.document or {}
@@ -154,7 +203,7 @@ def test_a_control_request_that_kills_is_named_and_no_prompt(tmp_path: Path) -> 
         lasting = {"rid": "lasting", "text": "a", "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
         threading.Thread(target=send, args=(address, lasting, ANSWER_S), daemon=True).start()
         assert send(address, model, ANSWER_S, path="/update_weights_from_disk").status is None
-        wait_until(lambda: any(one.finished for one in incidents_of(folder)), "it broke")
+        wait_for_incident(folder, LONG)
         server.popen.wait(timeout=END_S)
     incident = incidents_of(folder)[0].incident
     assert incident.suspects == []
@@ -170,7 +219,7 @@ def test_a_request_that_hangs_a_rank_is_found_by_itself(tmp_path: Path) -> None:
         threading.Thread(target=ask, args=(server, ordinary(6)), daemon=True).start()
         gone = send(Address("http", "127.0.0.1", server.port), guilty("poison", 12), 1.0)
         assert gone.status is None
-        wait_until(lambda: any(one.finished for one in incidents_of(folder)), "it hangs")
+        wait_for_incident(folder, LONG)
     incident = incidents_of(folder)[-1]
     assert incident.document["kind"] == "hang"
     suspects = {one["rid"]: one for one in incident.document["suspects"]}
@@ -179,27 +228,6 @@ def test_a_request_that_hangs_a_rank_is_found_by_itself(tmp_path: Path) -> None:
     result = bisect(incident.path, tmp_path / "out", env, "--starts", "8")
     assert result["reproduced"], result
     assert result["rids"] == ["poison"]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault that one request brings about."""
-
-    name: str  # the hook's
-    body: dict[str, Any]  # the request
-    kind: str  # the verdict's
-    takes_memory: bool = False  # more than there is in a small memory cgroup
-
-    def __str__(self) -> str:
-        return self.name
-
-
-FAULTS = (
-    Fault("token", guilty("poison", 11, 12), "exception"),
-    Fault("segv", guilty("poison", 12), "signal"),
-    # The group that counts the kill is one that the rank has just entered.
-    Fault("length", {**guilty("poison"), "input_ids": [9] * 300}, "signal", takes_memory=True),
-)
 
 
 @pytest.fixture
@@ -213,19 +241,27 @@ def limited() -> Iterator[dict[str, str]]:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.parametrize(
+    ("fault", "body", "kind"),
+    [
+        pytest.param("token", guilty("poison", 11, 12), "exception", id="token"),
+        pytest.param("segv", guilty("poison", 12), "signal", id="segv"),
+        # The group that counts the kill is one that the rank has just entered.
+        pytest.param("length", {**guilty("poison"), "input_ids": [9] * 300}, "signal", id="length"),
+    ],
+)
 def test_one_request_that_breaks_it_is_named_and_found(
-    tmp_path: Path, fault: Fault, request: pytest.FixtureRequest
+    tmp_path: Path, fault: str, body: dict[str, Any], kind: str, request: pytest.FixtureRequest
 ) -> None:
-    env = poisoned(tmp_path / "site", fault.name)
-    if fault.takes_memory:
+    env, takes_memory = poisoned(tmp_path / "site", fault), fault == "length"
+    if takes_memory:
         # Where no such group can be made, this one alone is skipped.
         env |= request.getfixturevalue("limited")
-    incident = crash(tmp_path / "crash", env, [*ordinary(12), fault.body, *ordinary(24)[12:]])
-    assert incident.document["verdict"]["kind"] == fault.kind
+    incident = crash(tmp_path / "crash", env, [*ordinary(12), body, *ordinary(24)[12:]])
+    assert incident.document["verdict"]["kind"] == kind
     # Where it is not known who killed it, no request is suspected.
     suspected = "poison" in [one["rid"] for one in incident.document["suspects"]]
-    assert suspected is not fault.takes_memory
+    assert suspected is not takes_memory
     result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "10")
     assert result["reproduced"], result
     assert result["rids"] == ["poison"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from integration.faults import send
 from integration.scenario import EXIT_TIMEOUT_S, HANDLER, SCHEDULER, Wreck, run_in_lane, serving, wait_in_flight, wreck
 from lanelib.lanes import Lane
 from lanelib.servers import Server, opener
@@ -50,31 +51,35 @@ print(json.dumps({"keys": sorted(data), "shapes": [len(record) for record in rec
 class Left:
     """What was left of a server, the requests of the incident by id, and the files with a prompt before the fault."""
 
-    lane: Lane
     wreck: Wreck
     requests: dict[str, dict[str, Any]]
     written_before: list[Path]
     pid: int
 
 
-@pytest.fixture(scope="module", params=["main process", pytest.param("all processes", marks=pytest.mark.matrix)])
-def killed(request: pytest.FixtureRequest, lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+def kill_all(server: Server) -> None:
+    """Kill every process of a server at once; its crash handler excepted."""
+    for pid, title in server.processes():
+        if title != HANDLER:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(lambda server: os.kill(server.pid, signal.SIGKILL), id="main process"),
+        pytest.param(kill_all, marks=pytest.mark.matrix, id="all processes"),
+    ],
+)
+def killed(request: pytest.FixtureRequest, lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Left:
     """The main process was killed, or all processes at once."""
-    folder = tmp_path_factory.mktemp("crash")
-    faults: dict[str, Callable[[Server], None]] = {
-        "main process": lambda server: os.kill(server.pid, signal.SIGKILL),
-        "all processes": kill_all,
-    }
-    with serve(lane, folder) as server:
-        yield break_it(lane, server, folder, lambda: faults[request.param](server))
+    return break_it(lane, tmp_path_factory.mktemp("crash"), request.param)
 
 
 @pytest.fixture(scope="module")
-def crashed(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+def crashed(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Left:
     """A rank was killed, and the server saved its requests itself."""
-    folder = tmp_path_factory.mktemp("crash")
-    with serve(lane, folder) as server:
-        yield break_it(lane, server, folder, lambda: os.kill(server.pid_of(SCHEDULER), signal.SIGKILL))
+    return break_it(lane, tmp_path_factory.mktemp("crash"), send(SCHEDULER))
 
 
 @contextlib.contextmanager
@@ -85,28 +90,29 @@ def serve(lane: Lane, folder: Path) -> Iterator[Server]:
         yield server
 
 
-def break_it(lane: Lane, server: Server, folder: Path, fault: Callable[[], None]) -> Left:
-    post(server, {"rid": "answered", "input_ids": IDS, "sampling_params": SAMPLING | {"max_new_tokens": 4}})
+def break_it(lane: Lane, folder: Path, fault: Callable[[Server], None]) -> Left:
     bodies = [
         {"rid": "text", "text": PROMPT, "sampling_params": SAMPLING, "return_logprob": True},
         {"rid": "ids", "input_ids": IDS, "sampling_params": SAMPLING, "stream": True},
         {"rid": ["one", "two"], "text": [PROMPT, PROMPT], "sampling_params": SAMPLING},
     ]
-    log_size = server.log_path.stat().st_size
-    for body in bodies:
-        threading.Thread(target=post, args=(server, body), daemon=True).start()
-    wait_in_flight(server, {"text", "ids", "one", "two"}, log_size)
     written: list[Path] = []
 
-    def break_now(_server: Server) -> None:
+    def break_now(server: Server) -> None:
         written.extend(holding(PROMPT, folder, folder.parent / "t", settings.fallback_folder()))
-        fault()
+        fault(server)
 
-    left = wreck(server, folder, break_now, requests=0)
+    with serve(lane, folder) as server:
+        post(server, {"rid": "answered", "input_ids": IDS, "sampling_params": SAMPLING | {"max_new_tokens": 4}})
+        log_size = server.log_path.stat().st_size
+        for body in bodies:
+            threading.Thread(target=post, args=(server, body), daemon=True).start()
+        wait_in_flight(server, {"text", "ids", "one", "two"}, log_size)
+        left = wreck(server, folder, break_now, requests=0)
     told = left.incident["requests"]["journal"]
     assert told, left.incident["requests"]
     lines = [json.loads(line) for line in (left.folder / told["path"]).read_text().splitlines()]
-    return Left(lane, left, {line["rid"]: line for line in lines}, written, server.pid)
+    return Left(left, {line["rid"]: line for line in lines}, written, server.pid)
 
 
 def holding(text: str, *folders: Path) -> list[Path]:
@@ -117,13 +123,6 @@ def holding(text: str, *folders: Path) -> list[Path]:
             if path.is_file() and text.encode() in path.read_bytes():
                 found.append(path)
     return found
-
-
-def kill_all(server: Server) -> None:
-    """Kill every process of a server at once; its crash handler excepted."""
-    for pid, title in server.processes():
-        if title != HANDLER:
-            os.kill(pid, signal.SIGKILL)
 
 
 def post(server: Server, body: dict[str, Any], **headers: str) -> None:
@@ -205,9 +204,9 @@ def test_the_server_counts_what_the_journal_counts(crashed: Left) -> None:
 
 
 @pytest.mark.matrix
-def test_the_dump_is_what_upstreams_replay_script_reads(crashed: Left) -> None:
+def test_the_dump_is_what_upstreams_replay_script_reads(lane: Lane, crashed: Left) -> None:
     path = crashed.wreck.incident["requests"]["path"]
-    content = run_in_lane(crashed.lane, READ_PICKLE, path)
+    content = run_in_lane(lane, READ_PICKLE, path)
     assert {"server_args", "requests", "launch_command"} <= set(content["keys"])
     assert content["shapes"] == [4] * 5
     # What the journal keeps is what upstream would send again.

@@ -39,7 +39,6 @@ print(json.dumps({
 class Left:
     """What a crashed server left."""
 
-    lane: Lane  # which SGLang
     folder: Path  # the crash folder
     incident: dict[str, Any]  # the one incident in it
 
@@ -61,7 +60,7 @@ def left(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Left:
         client.start()
         server.popen.wait(timeout=EXIT_TIMEOUT_S)
         client.join(timeout=EXIT_TIMEOUT_S)
-    return Left(lane, folder, wait_for_incident(folder, EXIT_TIMEOUT_S).document or {})
+    return Left(folder, wait_for_incident(folder, EXIT_TIMEOUT_S).document or {})
 
 
 @pytest.mark.parametrize("secret", [API_KEY, VARIABLE, HEADER])
@@ -82,8 +81,8 @@ def test_a_prompt_stands_among_the_requests_only(left: Left) -> None:
     assert outside == [str(path.relative_to(left.folder))]
 
 
-def test_the_dump_has_upstreams_type_and_shape(left: Left) -> None:
-    content = run_in_lane(left.lane, READ_PICKLE, left.incident["requests"]["path"])
+def test_the_dump_has_upstreams_type_and_shape(lane: Lane, left: Left) -> None:
+    content = run_in_lane(lane, READ_PICKLE, left.incident["requests"]["path"])
     assert content["type"] is True
     assert content["api_key"] == "<redacted>"
     assert content["crash_dump_folder"] == str(left.folder)

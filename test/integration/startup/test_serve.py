@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,13 @@ from integration.scenario import generate
 from lanelib import procs
 from lanelib.lanes import ensure_lane
 from lanelib.paths import ROOT
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 SERVE = ROOT / "scripts" / "serve"
-READY = re.compile(r"ready after \d+ s: (http://\S+)")
+#: The lines between the two name the processes.
+READY = re.compile(r"ready after \d+ s: (http://\S+).*Ctrl-C ends it", re.DOTALL)
 READY_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 120
 
@@ -31,8 +32,13 @@ def test_serve_answers_on_two_ranks_and_ctrl_c_ends_everything(tmp_path: Path) -
         serve = subprocess.Popen(
             [sys.executable, SERVE, "--lane", "0.5.23", "--tp", "2"], stdout=out, stderr=subprocess.STDOUT
         )
+
+    def said_ready() -> re.Match[str] | None:
+        assert serve.poll() is None, said.read_text()
+        return READY.search(said.read_text())
+
     try:
-        url = _wait_ready(serve, said)
+        url = wait_until(said_ready, "it is ready", READY_TIMEOUT_S)[1]
         members = procs.tree_of(serve.pid)
         titles = [procs.title_of(process.pid) for process in members]
         assert {"sglang::scheduler_TP0", "sglang::scheduler_TP1"} <= {title.split(" ")[0] for title in titles}
@@ -47,16 +53,3 @@ def test_serve_answers_on_two_ranks_and_ctrl_c_ends_everything(tmp_path: Path) -
         if serve.poll() is None:
             serve.terminate()
             serve.wait(timeout=STOP_TIMEOUT_S)
-
-
-def _wait_ready(serve: subprocess.Popen[bytes], said: Path) -> str:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while (match := READY.search(said.read_text())) is None:
-        assert serve.poll() is None, said.read_text()
-        assert time.monotonic() < deadline, said.read_text()
-        time.sleep(0.2)
-    # The lines after it name the processes.
-    while "Ctrl-C ends it" not in said.read_text():
-        assert time.monotonic() < deadline, said.read_text()
-        time.sleep(0.05)
-    return match.group(1)

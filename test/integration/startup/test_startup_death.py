@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from integration.crashes.whole import assert_ends, assert_present, assert_told, times_of
 from integration.import_hook import write_site
-from integration.scenario import PATIENCE, SCHEDULER, Member, left_of, members_of, rank_that_starts, serving, start
+from integration.scenario import PATIENCE, SCHEDULER, Wreck, rank_that_starts, serving, start, wreck
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.server_driver import piece_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -44,32 +42,19 @@ NO_REQUEST = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 
 @dataclass(frozen=True)
-class Death:
-    """What a server left whose rank was killed while it started."""
-
-    pid: int  # the rank's
-    status: int  # the main process's exit status, negative for a signal
-    log: str  # what the server printed
-    incident: dict[str, Any]  # what ``incident.json`` holds
-    folder: Path  # where it lies
-    members: list[Member]  # each process that the server had before
-    left: list[str]  # processes of the server that were still there 5 s after its end
-
-
-@dataclass(frozen=True)
 class Case:
     release: str
     victim: str
     name: str
     parallel: dict[str, int]
 
-    @property
-    def id(self) -> str:
-        return f"{self.release}-{self.victim[-3:]}"
-
 
 CASES = [
-    pytest.param(case, marks=[pytest.mark.matrix] if release != "0.5.23" or "dp" in case.parallel else [], id=case.id)
+    pytest.param(
+        case,
+        marks=[pytest.mark.matrix] if release != "0.5.23" or "dp" in case.parallel else [],
+        id=f"{release}-{case.victim[-3:]}",
+    )
     for release in ("0.5.9", "0.5.12.post1", "0.5.23")
     for case in (
         Case(release, "sglang::scheduler_TP1", "Rank 1 scheduler", {"tp": 2}),
@@ -85,55 +70,46 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(scope="module")
-def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Death]:
+def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
+    """A server whose rank was killed while it started."""
     folder = tmp_path_factory.mktemp("crash")
     with start(case.release, folder, env=PATIENCE, **case.parallel) as server:
         pid = rank_that_starts(server, case.victim, TITLE_TIMEOUT_S)
-        members = members_of(server)
-        os.kill(pid, signal.SIGKILL)
-        status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
-        left = left_of([server], [member.process for member in members])
-        log = server.log_path.read_text(errors="replace")
-        path, document = only_incident(folder)
-        yield Death(pid, status, log, document, path, members, left)
+        return wreck(server, folder, lambda _server: os.kill(pid, signal.SIGKILL), requests=0)
 
 
-def only_incident(folder: Path) -> tuple[Path, dict[str, Any]]:
-    (stored,) = find_incidents(folder)
-    assert stored.document is not None
-    return stored.path, stored.document
-
-
-def test_the_server_ends_and_nothing_of_it_is_left(death: Death) -> None:
+def test_the_server_ends_and_nothing_of_it_is_left(death: Wreck) -> None:
     assert death.status == ServerExit.KILLED
     assert death.left == []
 
 
-def test_the_log_names_the_rank_and_the_signal(case: Case, death: Death) -> None:
+def test_the_log_names_the_rank_and_the_signal(case: Case, death: Wreck) -> None:
     assert f"{case.name} died during initialization (exit code: -9)." in death.log
     # Killed within the quarter of a second after it set its title, it is known by its number.
-    names = (f"{case.name} ({case.victim}, pid {death.pid})", f"{case.name} (pid {death.pid})")
+    pid = death.pids[case.victim]
+    names = (f"{case.name} ({case.victim}, pid {pid})", f"{case.name} (pid {pid})")
     assert any(f"{name} was killed by SIGKILL" in death.log for name in names)
 
 
-def test_the_incident_names_the_rank_as_the_first_failure(case: Case, death: Death) -> None:
+def test_the_incident_names_the_rank_as_the_first_failure(case: Case, death: Wreck) -> None:
     verdict = death.incident["verdict"]
-    assert verdict["first_failure"]["pid"] == death.pid
+    assert verdict["first_failure"]["pid"] == death.pids[case.victim]
     assert verdict["first_failure"]["title"] in (case.victim, case.name)
     assert (verdict["kind"], verdict["level"]) == ("signal", "established")
 
 
-def test_the_incident_is_whole_soon_after_the_death(death: Death) -> None:
+def test_the_incident_is_whole_soon_after_the_death(death: Wreck) -> None:
     times = times_of(death.incident)
     assert times["incident_finished"] - times["process_exited"] < INCIDENT_S
     assert death.incident["requests"]["reason"] == "the server had not started to serve"
 
 
-def test_every_process_of_the_server_has_a_stack_or_ended(death: Death) -> None:
+def test_every_process_of_the_server_has_a_stack_or_ended(case: Case, death: Wreck) -> None:
+    ends = {death.pids[case.victim]: ("signal", "SIGKILL")}
     assert death.incident["complete"] is True
     assert_present(death.incident, death.members)
-    assert_told(death.incident, death.folder, [death.pid])
-    assert_ends(death.incident, {death.pid: ("signal", "SIGKILL")})
+    assert_told(death.incident, death.folder, ends)
+    assert_ends(death.incident, ends)
 
 
 @pytest.mark.matrix
@@ -141,9 +117,9 @@ def test_a_rank_that_raises_while_loading_is_named(release: str, tmp_path: Path)
     # The tiny model has no weights but those that the test's servers make up.
     with start(release, tmp_path, "--load-format", "auto") as server:
         assert server.popen.wait(timeout=TITLE_TIMEOUT_S) == ServerExit.FAILED_START
-        path, incident = only_incident(tmp_path)
-    assert incident["kind"] in ("exception", "failed_start")
-    (text,) = exceptions_of(incident, path, SCHEDULER)
+        (stored,) = find_incidents(tmp_path)
+    assert stored.document["kind"] in ("exception", "failed_start")
+    (text,) = exceptions_of(stored)
     assert "Cannot find any model weights" in text
 
 
@@ -153,18 +129,18 @@ def test_a_rank_that_raises_before_serving_is_named(release: str, tmp_path: Path
     with serving(release, tmp_path / "crash", env=env, spins=True) as server:
         os.kill(server.pid_of(SCHEDULER), signal.SIGUSR2)
         assert server.popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.RAISED
-        path, incident = only_incident(tmp_path / "crash")
-    (text,) = exceptions_of(incident, path, SCHEDULER)
+        (stored,) = find_incidents(tmp_path / "crash")
+    (text,) = exceptions_of(stored)
     assert "before the first request" in text
-    for process in incident["processes"]:
+    for process in stored.document["processes"]:
         if process["role"] not in ("helper", "scheduler"):
             assert piece_of(process, "stack")["status"] == "captured", process
 
 
-def exceptions_of(incident: dict[str, Any], folder: Path, title: str) -> list[str]:
-    """Return what the exceptions of the process with this title say, which the verdict must name."""
-    assert incident["verdict"]["first_failure"]["title"] == title
-    assert incident["verdict"]["kind"] == "exception"
-    pieces = [piece for process in incident["processes"] if process["title"] == title for piece in process["evidence"]]
+def exceptions_of(stored: StoredIncident) -> list[str]:
+    """Return what the exceptions of the scheduler say, which the verdict must name."""
+    verdict, processes = stored.document["verdict"], stored.document["processes"]
+    assert (verdict["first_failure"]["title"], verdict["kind"]) == (SCHEDULER, "exception")
+    pieces = [piece for process in processes if process["title"] == SCHEDULER for piece in process["evidence"]]
     assert {piece["status"] for piece in pieces if piece["kind"] == "exception"} == {"captured"}
-    return [(folder / piece["path"]).read_text() for piece in pieces if piece["kind"] == "exception"]
+    return [(stored.path / piece["path"]).read_text() for piece in pieces if piece["kind"] == "exception"]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integration.faults import TP0, TP1
+from integration.hangs.hang_story import frames_of
 from integration.import_hook import write_site
 from integration.scenario import rank_that_starts, run_kit
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.capture.pyspy import sample_all
-from sglang_crashkit.model.sample import main_thread
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
@@ -55,22 +53,10 @@ def change(c10d):
 """
 
 
-@dataclass(frozen=True)
-class Story:
-    """A server that does not get ready."""
-
-    pids: dict[str, int]  # of the ranks, by title
-    held: dict[str, Any]  # what ``collect`` says while the second rank has not come to the store
-    apart: dict[str, Any]  # what it says when both are there and look for each other in different places
-
-
 def is_in(pid: int, function: str) -> bool:
     """Say whether a process is in a function of torch's groups."""
     time.sleep(0.1)
-    (sample,) = sample_all([pid], COLLECT_S)
-    thread = main_thread(sample.threads, pid)
-    leaf = thread.frames[0] if thread is not None and thread.frames else None
-    return leaf is not None and "torch/distributed" in leaf.file and leaf.function == function
+    return any("torch/distributed" in leaf.file and leaf.function == function for leaf in frames_of(pid)[:1])
 
 
 def verdict_on(server: Server, folder: Path) -> dict[str, Any]:
@@ -81,7 +67,11 @@ def verdict_on(server: Server, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What ``collect`` says of a server that does not get ready, the first time and the second.
+
+    First the second rank has not come to the store; then both are there and look for each other in different places.
+    """
     folder, output = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("collected")
     environ = write_site(folder, SITECUSTOMIZE, CHANGED)
     lane = ensure_lane("0.5.23", pristine=True)
@@ -93,15 +83,17 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         (folder / "held").unlink()
         for pid in (first, second):
             wait_until(lambda pid=pid: is_in(pid, "_create_gloo_process_group"), "both wait in the store", START_S)
-        return Story({RANKS[0]: first, RANKS[1]: second}, held, verdict_on(server, output))
+        return held, verdict_on(server, output)
 
 
-def test_the_rank_awaited_in_the_store_is_named(story: Story) -> None:
-    assert (story.held["class"], story.held["level"], story.held["first"]) == ("rank_stuck", "supported", "TP1")
-    assert "TP0 waits for the other ranks through the store" in story.held["headline"]
+def test_the_rank_awaited_in_the_store_is_named(verdicts: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    held, _apart = verdicts
+    assert (held["class"], held["level"], held["first"]) == ("rank_stuck", "supported", "TP1")
+    assert "TP0 waits for the other ranks through the store" in held["headline"]
 
 
-def test_nobody_is_blamed_where_ranks_wait_for_each_other(story: Story) -> None:
-    assert (story.apart["class"], story.apart["level"], story.apart["first"]) == ("startup_timeout", "supported", None)
-    assert "TP0 and TP1" in story.apart["headline"]
-    assert any("--dist-init-addr" in step for step in story.apart["next"])
+def test_nobody_is_blamed_where_ranks_wait_for_each_other(verdicts: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    _held, apart = verdicts
+    assert (apart["class"], apart["level"], apart["first"]) == ("startup_timeout", "supported", None)
+    assert "TP0 and TP1" in apart["headline"]
+    assert any("--dist-init-addr" in step for step in apart["next"])

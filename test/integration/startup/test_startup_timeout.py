@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,17 +26,13 @@ ENV = PATIENCE | {"SGLANG_TEST_STUCK_SCHEDULER_INIT": "3600"}
 LOADED = "Load weight end"
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A server whose ranks never got ready: its exit status, how long it took in seconds, and what it printed."""
+def end_at(limit_s: float, folder: Path, *, patiently: bool) -> tuple[int, float, str] | None:
+    """Start a server that gives up at the limit, and whose ranks never get ready.
 
-    status: int
-    took: float
-    log: str
-
-
-def end_at(limit_s: float, folder: Path, *, patiently: bool) -> Ended | None:
-    """Start a server that gives up at the limit; return None where the ranks are late, unless `patiently`."""
+    Returns:
+        Its exit status, how long it took in seconds, and what it printed; None where the ranks are late, unless
+        `patiently`.
+    """
     began = launched = time.monotonic()
     env = ENV | {"SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS": str(limit_s)}
     with start("0.5.23", folder, tp=2, env=env) as server:
@@ -51,7 +46,7 @@ def end_at(limit_s: float, folder: Path, *, patiently: bool) -> Ended | None:
             time.sleep(0.5)
         status = server.popen.wait(timeout=limit_s + 200)
         took = time.monotonic() - began
-        return Ended(status, took, server.log_path.read_text(errors="replace"))
+        return status, took, server.log_path.read_text(errors="replace")
 
 
 def test_ranks_that_stay_silent_end_the_server_at_its_limit(tmp_path: Path) -> None:
@@ -59,7 +54,8 @@ def test_ranks_that_stay_silent_end_the_server_at_its_limit(tmp_path: Path) -> N
     if (ended := end_at(limit_s, folder, patiently=False)) is None:
         limit_s, folder = LIMITS_S[1], tmp_path / "second"
         ended = end_at(limit_s, folder, patiently=True)
-    status, took, log = ended.status, ended.took, ended.log
+    assert ended is not None
+    status, took, log = ended
     assert status == ServerExit.FAILED_START
     assert took > limit_s
     (stored,) = find_incidents(folder)

@@ -29,19 +29,15 @@ def pair(crashkit_watch) -> Iterator[PDServers]:
             yield servers
 
 
-def victim_pid(pair: PDServers) -> int:
-    name, _, title = os.environ["CRASHKIT_PD_VICTIM"].partition("/")
-    member = {"prefill": pair.prefill, "decode": pair.decode, "router": pair.router}[name]
-    return member.pid_of(title) if title else member.pid
-
-
 class TestPair:
     def test_answers_come_through_the_router(self, pair: PDServers) -> None:
         for prompt in ("Hello", "The quick brown fox"):
             assert len(pair.generate(prompt, max_new_tokens=8, timeout_s=TIMEOUT_S)["output_ids"]) == 8
 
     def test_that_is_cut_short(self, pair: PDServers) -> None:
-        pid = victim_pid(pair)
+        name, _, title = os.environ["CRASHKIT_PD_VICTIM"].partition("/")
+        member = {"prefill": pair.prefill, "decode": pair.decode, "router": pair.router}[name]
+        pid = member.pid_of(title) if title else member.pid
 
         def kill() -> None:
             Path(os.environ["CRASHKIT_PD_KILLED"]).write_text(str(time.time()))

@@ -1,30 +1,14 @@
-"""A copy of a lane, whose packages a test may replace; and a real pip that works on it."""
+"""A real pip that works on a copy of a lane, whose packages a test may replace."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 
 from integration.scenario import run_kit
-from lanelib.lanes import Lane, ensure_lane
-from lanelib.paths import LANES
+from lanelib.lanes import Lane
 from lanelib.tools import tool
-
-
-@contextlib.contextmanager
-def copied_lane(release: str) -> Iterator[Lane]:
-    """Make a copy of hard links, which pip unlinks and never writes to, and remove it at the end."""
-    original = ensure_lane(release)
-    root = LANES / f".{release}-copy-{os.getpid()}"
-    try:
-        subprocess.run(["cp", "-al", original.root, root], check=True, timeout=300)
-        yield dataclasses.replace(original, root=root)
-    finally:
-        subprocess.run(["rm", "-rf", root], check=True, timeout=300)
 
 
 def pip(lane: Lane, *arguments: object) -> str:
