@@ -181,6 +181,11 @@ class IncidentRun:
         """Whether it is neither finished nor removed."""
         return not self.finished and not self._discarded
 
+    @property
+    def concerns_ranks(self) -> bool:
+        """Whether it is of what the server's ranks do: their GPUs, their collectives, and what they lost before."""
+        return self.incident.kind not in ("peer_lost", "snapshot", "thread_died")
+
     # -- evidence
 
     @property
@@ -262,14 +267,6 @@ class IncidentRun:
         self.incident.remarks.append(sentence)
         if self.finished:
             self.checkpoint()
-
-    @property
-    def stacks(self) -> int:
-        """Of how many processes there are stacks."""
-        return sum(
-            any(piece.kind == "stack" and piece.status == "captured" for piece in report.evidence)
-            for report in self.incident.processes
-        )
 
     def checkpoint(self) -> None:
         """Log what came: whatever kills this process next, it is on disk. A finished one is stale then."""
@@ -554,7 +551,14 @@ class IncidentRun:
             if process.exited_at is not None and not process.is_ignorable:
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
-        self._take_kind()
+        failures = self.incident.failures if self.incident.kind in _KINDS_OF_CRASHES else []
+        first = order_failures(failures)[0] if failures else None
+        if first is not None and first.kind != "hang" and not first.is_answer:
+            # A consequence may have been told before the first failure.
+            kind = first.kind if first.kind == "exception" else "killed" if first.fatal_signal else "exited"
+            if kind != self.incident.kind:
+                self.incident.kind = kind
+                self.folder.rename(kind)
         self.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.checkpoint()
         self.incident.complete = True
@@ -568,18 +572,6 @@ class IncidentRun:
         self.begun.clear()
         logger.info("incident %s: %s", path, self.incident.verdict.text if self.incident.verdict else "")
         return path
-
-    def _take_kind(self) -> None:
-        """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""
-        if self.incident.kind not in _KINDS_OF_CRASHES or not self.incident.failures:
-            return
-        first = order_failures(self.incident.failures)[0]
-        if first.kind == "hang" or first.is_answer:
-            return
-        kind = first.kind if first.kind == "exception" else "killed" if first.fatal_signal else "exited"
-        if kind != self.incident.kind:
-            self.incident.kind = kind
-            self.folder.rename(kind)
 
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self.report(process)
