@@ -275,12 +275,9 @@ class FlightRecorders(Awaited):
             asked.request.close()
         piece.seconds = round(time.monotonic() - self._began, 3)
         self._run.report(asked.process).evidence.append(piece)
-        if self.is_done:
-            self._compare()
-
-    def _compare(self) -> None:
-        """Take into the incident what the dumps say together."""
-        # Do not report a missing NCCL dump where no rank uses NCCL; so with gloo.
+        if not self.is_done:
+            return
+        # What the dumps say together. Do not report a missing NCCL dump where no rank uses NCCL; so with gloo.
         used = {None, *(record.recorder for record in self._records)} | self._failed
         missing = [line for recorder, line in self._missing if recorder in used]
         findings = []
