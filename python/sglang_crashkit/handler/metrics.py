@@ -156,21 +156,27 @@ class MetricsPublisher:
 
     def act_on_time(self) -> float:
         """Publish, where it is time to, and return when it is next, by the monotonic clock."""
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + INTERVAL_SECS
-            self._publish_anew()
-        return self._due
-
-    def _publish_anew(self) -> None:
+        if time.monotonic() < self._due:
+            return self._due
+        self._due = time.monotonic() + INTERVAL_SECS
         self.take_answer(0.0)
         if self.late and not is_reaped(self.late):
-            return
+            return self._due
         arguments = self._received.environment.arguments()
         self._port = str(arguments.get("port") or self._port or 0)
         # A server without metrics leaves the variable to other programs.
         is_shown = bool(os.environ.get(SHARED) and arguments.get("enable_metrics"))
         if is_shown or self._file:
-            self._call = ForkedCall(functools.partial(self._publish, self._measure(), is_shown=is_shown))
+            now, clock = time.time(), time.monotonic()
+            signs: dict[str, float] = {}
+            for pid, sign in self._received.heartbeats.last_signs().items():
+                process = self._tree.get(pid)
+                if process is not None and process.exited_at is None and not sign.is_off:
+                    signs[_rank_of(process.title)] = now - clock + sign.at
+            pauses = {(_rank_of(title), kind): count for (title, kind), count in self._received.pauses.counts.items()}
+            measured = Measured(self._port, True, now, signs, pauses)
+            self._call = ForkedCall(functools.partial(self._publish, measured, is_shown=is_shown))
+        return self._due
 
     def close(self) -> None:
         """Say in the file that the handler is at work no more; the server itself is not asked by now."""
@@ -179,16 +185,6 @@ class MetricsPublisher:
             gone = Measured(self._port, False, time.time())
             self._call = ForkedCall(functools.partial(self._publish, gone, is_shown=False))
             self.take_answer(_LAST_SECS)
-
-    def _measure(self) -> Measured:
-        now, clock = time.time(), time.monotonic()
-        signs: dict[str, float] = {}
-        for pid, sign in self._received.heartbeats.last_signs().items():
-            process = self._tree.get(pid)
-            if process is not None and process.exited_at is None and not sign.is_off:
-                signs[_rank_of(process.title)] = now - clock + sign.at
-        pauses = {(_rank_of(title), kind): count for (title, kind), count in self._received.pauses.counts.items()}
-        return Measured(self._port, True, now, signs, pauses)
 
     def _publish(self, measured: Measured, *, is_shown: bool) -> bytes:
         """Look at the disk, show the gauges and write the file, in a child; return the causes that are new."""
