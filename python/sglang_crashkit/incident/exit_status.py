@@ -115,12 +115,11 @@ def write_termination_message(text: str, environ: Mapping[str, str] = os.environ
     data, mark = text.encode(errors="backslashreplace"), b" ..."
     if len(data) > MAX_MESSAGE_BYTES:
         data = data[: MAX_MESSAGE_BYTES - len(mark)].decode(errors="ignore").encode() + mark
-    with contextlib.suppress(OSError), open(termination_log(environ), "wb", opener=_open_what_is_there) as file:
+    # One that is there, and no other.
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    opener = lambda path, _flags: os.open(path, flags)  # noqa: E731
+    with contextlib.suppress(OSError), open(termination_log(environ), "wb", opener=opener) as file:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.truncate(0)
             return file.write(data) == len(data)
     return False
-
-
-def _open_what_is_there(path: str, _flags: int) -> int:
-    return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
