@@ -223,13 +223,6 @@ def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
                     yield told[2], json.loads(told[1]), line
 
 
-def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
-    """Return the id of an earlier incident of the same fault that has GPU cores, None if absent."""
-    incident.verdict = incident.verdict or judge(incident, None)
-    fault = fault_of(incident.shown()) if keep and not folder.problem else None
-    return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
-
-
 def _give_up_stacks(incident: Incident) -> Iterator[str]:
     """Take the stacks out of the incident, except those of the process that failed first, and yield their files."""
     assert incident.fault is not None

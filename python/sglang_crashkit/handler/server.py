@@ -65,7 +65,8 @@ class CrashHandler:
         self.mailbox = mailbox
         self._place = place
         log = session.log
-        self._metrics = MetricsPublisher(self.tree, received, place.host_folder / "incidents", log.show_metrics)
+        show = lambda gauges: log.notify("metrics", gauges=gauges)  # noqa: E731
+        self._metrics = MetricsPublisher(self.tree, received, place.host_folder / "incidents", show)
         self._shared_memory = SharedMemory(self.tree)
         self._locks = keep(place.runtime)
         self._marker = ServerMarker(place.spool, log.say)

@@ -23,6 +23,7 @@ from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, write_terminatio
 from sglang_crashkit.kernel import clock, procfs, signals
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.shared_memory import OrphanedSegment
+from sglang_crashkit.kernel.stack_hooks import FAULT
 from sglang_crashkit.model.incident import Trigger, iso_time
 from sglang_crashkit.model.peers import LostPeer, describe
 from sglang_crashkit.policy import Event
@@ -126,7 +127,8 @@ class Session:
                 learn_exit_status(process, self._place.runtime)
             status = process.handle.exit_status()
             if process.is_own and status.signal in FATAL_SIGNALS - {"SIGKILL"}:
-                self.log.report_fault()
+                # The main process copies what a dying worker wrote to its standard error, as upstream has it there.
+                self.log.notify(FAULT)
             seen = Seen(
                 "exited",
                 process.pid,

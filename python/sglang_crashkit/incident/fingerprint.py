@@ -21,6 +21,7 @@ from sglang_crashkit.kernel.private_files import FolderLock, read_json, write_js
 from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, texts_of
 
 if TYPE_CHECKING:
+    from sglang_crashkit.incident.folder import IncidentFolder
     from sglang_crashkit.model.incident import Incident, Occurrence, ProcessReport
 
 logger = logging.getLogger(__name__)
@@ -190,8 +191,15 @@ def _counts(its: Mapping[str, Any], incidents: Path, now: float) -> bool:
     return is_recent and any((incidents / f"{mark}{its.get('name')}").is_dir() for mark in ("", PARTIAL))
 
 
-def incident_with_core(incidents: Path, fault: Fault) -> str | None:
-    """Return the id of an incident of the same fault, of this day, that has a GPU core; None if absent."""
+def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
+    """Return the id of an earlier incident of the same fault, of this day, that has GPU cores; None if absent."""
+    from sglang_crashkit.incident.judging import judge
+
+    incident.verdict = incident.verdict or judge(incident, None)
+    fault = fault_of(incident.shown()) if keep and not folder.problem else None
+    if fault is None:
+        return None
+    incidents = folder.path.parent
     core = mapping_of(mapping_of(read_faults(incidents).get(fault.key)).get("core"))
     return str(core.get("id")) if _counts(core, incidents, time.time()) else None
 

@@ -16,7 +16,8 @@ from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.handler import conclusion
 from sglang_crashkit.handler.collectors import received
 from sglang_crashkit.handler.collectors.received import divergence_of
-from sglang_crashkit.handler.conclusion import count_repeat, incident_with_core, name_suspects
+from sglang_crashkit.handler.conclusion import count_repeat, name_suspects
+from sglang_crashkit.incident.fingerprint import incident_with_core
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.judging import explain
 from sglang_crashkit.judge import verdict

@@ -25,9 +25,9 @@ from sglang_crashkit.capture.gpu_facts import XidWatch, ask_driver, facts_of, ha
 from sglang_crashkit.capture.tools import BackgroundTool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
-from sglang_crashkit.handler.conclusion import incident_with_core
 from sglang_crashkit.handler.incident_run import Awaited, IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.incident.fingerprint import incident_with_core
 from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.stack_hooks import HookFiles
