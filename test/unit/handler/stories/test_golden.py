@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.kernel import procfs
 from unit.support.server_driver import Server, Start
+from unit.support.targets import state_of
 from unit.support.waiting import wait_until
 
 Document = dict[str, Any]
@@ -57,64 +57,46 @@ def start(start_server: Start, **environ: str) -> Server:
     server = start_server(environ=ENVIRON | environ)
     for name in RANKS:
         assert server.ask(f"tell {name} step 1 a b") == "in a step"
-    wait_for_more(server)
+    wait_until(lambda: {state_of(pid) for pid in server.ranks.values()} == {"S"}, "the ranks wait for more")
     return server
 
 
-def wait_for_more(server: Server) -> None:
-    """Wait until all ranks wait for their next commands."""
-
-    def states() -> set[str]:
-        return {stat.state for pid in server.ranks.values() if (stat := procfs.read_stat(pid)) is not None}
-
-    wait_until(lambda: states() == {"S"}, "the ranks wait")
-
-
-def last_of(server: Server) -> Document:
-    stored = server.wait_for_the_end()
-    assert stored.document is not None
-    return stored.document
-
-
-def finished_of(server: Server) -> Document:
-    document = server.incident().document
-    assert document is not None
-    return document
-
-
-def kill_a_rank(start_server: Start) -> tuple[Server, Document]:
+def kill_a_rank(start_server: Start) -> Server:
     server = start(start_server)
     server.kill("scheduler_TP1")
-    return server, last_of(server)
+    server.wait_for_the_end()
+    return server
 
 
-def raise_an_exception(start_server: Start) -> tuple[Server, Document]:
+def raise_an_exception(start_server: Start) -> Server:
     server = start(start_server)
     server.say("tell scheduler_TP1 raise CUDA out of memory")
-    return server, last_of(server)
+    server.wait_for_the_end()
+    return server
 
 
-def stop_a_rank(start_server: Start) -> tuple[Server, Document]:
+def stop_a_rank(start_server: Start) -> Server:
     server = start(start_server, SGLANG_CRASHKIT_HANG_SECS="2")
     for name in RANKS:
         assert server.ask(f"tell {name} beat") == "beating"
     # Only one: who of several is silent first is chance.
     server.kill("scheduler_TP1", signal.SIGSTOP)
-    return server, finished_of(server)
+    return server
 
 
-def fail_to_start(start_server: Start) -> tuple[Server, Document]:
+def fail_to_start(start_server: Start) -> Server:
     server = start_server(environ=ENVIRON, launching=True)
     server.say("tell scheduler_TP0 raise no such model")
-    return server, last_of(server)
+    server.wait_for_the_end()
+    return server
 
 
-def ask_to_end_while_a_rank_hangs(start_server: Start) -> tuple[Server, Document]:
+def ask_to_end_while_a_rank_hangs(start_server: Start) -> Server:
     server = start(start_server)
     server.kill("scheduler_TP1", signal.SIGSTOP)
     for command in ("draining unhealthy", "dump_begun", "dump_ended"):
         server.ask(command)
-    return server, finished_of(server)
+    return server
 
 
 STORIES = {
@@ -189,7 +171,8 @@ def lines_of(value: Any, head: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("name", STORIES)
 def test_every_field_is_as_on_file(start_server: Start, name: str) -> None:
-    server, document = STORIES[name](start_server)
+    server = STORIES[name](start_server)
+    document = server.incident().document
     names = {pid: f"<{rank}>" for rank, pid in server.ranks.items()} | {server.pid: "<server>"}
     made, file = normalised(document, names), GOLDEN / f"{name}.json"
     if IS_WRITTEN:
