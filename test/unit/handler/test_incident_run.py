@@ -204,21 +204,19 @@ def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: Proce
 
 
 def test_what_could_not_be_logged_is_logged_later_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
-        run = begin_incident(ProcessTree(process.pid), tmp_path)
-        folder, append = run.folder, run.folder.append
+    run = begin_incident(ProcessTree(os.getpid()), tmp_path)
 
-        def refuse(name: str, lines: Sequence[str]) -> None:
-            raise NoRoomError(errno.ENOSPC, "no room")
+    def refuse(name: str, lines: Sequence[str]) -> None:
+        raise NoRoomError(errno.ENOSPC, "no room")
 
-        monkeypatch.setattr(folder, "append", refuse)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.folder, "append", refuse)
         run.note(1.0, "first")
         run.checkpoint()
-        monkeypatch.setattr(folder, "append", append)
-        run.note(2.0, "second")
-        run.checkpoint()
-        found = read_log(folder.path)
-        run.discard()
+    run.note(2.0, "second")
+    run.checkpoint()
+    found = read_log(run.folder.path)
+    run.discard()
     assert [entry.event for entry in found.timeline] == ["first", "second"]
 
 
@@ -271,11 +269,10 @@ class Broken(Awaited):
 def test_evidence_that_breaks_as_it_is_looked_at_is_not_waited_for(tmp_path: Path) -> None:
     failed: list[str] = []
     row = Collector("broken", Moment.ASK, lambda *_: Broken())
-    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
-        note_error = lambda name, _error: failed.append(name)  # noqa: E731
-        run = begin_incident(ProcessTree(process.pid), tmp_path, collectors=(row,), note_error=note_error)
-        run.take(Moment.ASK)
-        assert run.is_waiting
-        run.look()
-        assert (run.is_waiting, failed) == (False, ["the answer to Broken"])
-        run.discard()
+    note_error = lambda name, _error: failed.append(name)  # noqa: E731
+    run = begin_incident(ProcessTree(os.getpid()), tmp_path, collectors=(row,), note_error=note_error)
+    run.take(Moment.ASK)
+    assert run.is_waiting
+    run.look()
+    assert (run.is_waiting, failed) == (False, ["the answer to Broken"])
+    run.discard()
