@@ -134,9 +134,8 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int, begun: C
     ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS) or ([], 0)
     rids = [one.rid for one in reversed(ranked)]
     suspects = {rid: asked[rid].content for rid in rids if rid in asked and asked[rid].content}
-    incident.fault = count_fault(
-        folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
-    )
+    place, name = folder.path.parent, folder.final_path.name
+    incident.fault = count_fault(place, fault, incident.id, name, keep, has_core=has_core, suspects=suspects)
     seen = incident.fault.seen if incident.fault is not None else {}
     name_suspects(incident, seen, compared, unanswered)
     listed = {suspect.rid for suspect in incident.suspects}

@@ -101,14 +101,9 @@ class IncidentFolder:
                 self.discard()
                 raise NoRoomError(errno.ENOSPC, FULL)
 
-    @property
-    def name(self) -> str:
-        """What it is called when it is finished."""
-        return self.final_path.name
-
     def rename(self, kind: str) -> None:
         """Have it called after another kind of incident when it is finished."""
-        name = parse_name(self.name)
+        name = parse_name(self.final_path.name)
         assert name is not None
         self.final_path = self.final_path.with_name(str(replace(name, kind=kind)))
 

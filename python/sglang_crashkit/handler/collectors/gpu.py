@@ -229,11 +229,10 @@ class FlightRecorders(Awaited):
         self._fail(asked, f"{reason}: {asked.request.leftover()}")
 
     def _ask(self, process: TrackedProcess, recorder: Recorder, request: FlightRequest | GlooRequest | None) -> None:
-        stat = procfs.read_stat(process.pid)
         try:
             if request is None:
                 raise FlightDumpError("PyTorch was not told where to be asked for it when the process started")
-            if stat is not None and stat.state in "Tt":
+            if process.state in "Tt":
                 words = "reads no pipe" if recorder == "nccl" else "cannot answer"
                 raise FlightDumpError(f"it is stopped and {words}")
             request.send()
@@ -431,7 +430,7 @@ class Cores(Awaited):
 
     def _ask(self, core: _Core, earlier: str | None) -> None:
         """Ask for a core; `earlier` is the incident of the same fault that has some."""
-        settings, stat, request = self._settings, procfs.read_stat(core.process.pid), core.request
+        settings, request = self._settings, core.request
         has_raised = any(piece.kind == "exception" for piece in core.report.evidence)
         if request.is_watchable and request.join():
             logger.info("process %d writes a GPU core by itself", core.process.pid)
@@ -446,7 +445,7 @@ class Cores(Awaited):
             reason = f"the same fault as in incident {earlier}, which has its cores"
         elif has_raised:
             reason = "it raised an exception, and ends by itself"
-        elif stat is not None and stat.state in "Tt":
+        elif core.process.state in "Tt":
             reason = "it is stopped and reads no pipe"
         elif settings.core_wait_secs <= 0:
             reason = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS leaves no time for it"
