@@ -139,12 +139,10 @@ def write_metrics_file(target: Path, gauges: list[Gauge], port: str) -> None:
 
 
 class MetricsPublisher:
-    """Measures and publishes, where anybody wants that; `show` hands gauges to the server's main process."""
+    """Measures and publishes, where anybody wants that; `notify` tells the server's main process, which shows it."""
 
-    def __init__(
-        self, tree: ProcessTree, received: Received, incidents: Path, show: Callable[[list[Gauge]], None]
-    ) -> None:
-        self._tree, self._received, self._incidents, self._show = tree, received, incidents, show
+    def __init__(self, tree: ProcessTree, received: Received, incidents: Path, notify: Callable[..., None]) -> None:
+        self._tree, self._received, self._incidents, self._notify = tree, received, incidents, notify
         self._file = os.environ.get(FILE, "").strip()
         self._port = ""
         self._causes: dict[str, str] = {}
@@ -194,7 +192,7 @@ class MetricsPublisher:
         causes = causes_in(self._incidents, self._causes)
         gauges = gauges_of(measured, causes)
         if is_shown:
-            self._show(gauges)
+            self._notify("metrics", gauges=gauges)
         if self._file:
             write_metrics_file(Path(self._file), gauges, measured.port)
         new = {name: cause for name, cause in (causes or {}).items() if name not in self._causes and cause != _UNREAD}

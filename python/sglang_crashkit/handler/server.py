@@ -65,8 +65,7 @@ class CrashHandler:
         self.mailbox = mailbox
         self._place = place
         log = session.log
-        show = lambda gauges: log.notify("metrics", gauges=gauges)  # noqa: E731
-        self._metrics = MetricsPublisher(self.tree, received, place.host_folder / "incidents", show)
+        self._metrics = MetricsPublisher(self.tree, received, place.host_folder / "incidents", log.notify)
         self._shared_memory = SharedMemory(self.tree)
         self._locks = keep(place.runtime)
         self._marker = ServerMarker(place.spool, log.say)
