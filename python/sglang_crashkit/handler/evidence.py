@@ -39,7 +39,7 @@ def collectors_of(received: Received, driver: Driver) -> tuple[Collector, ...]:
         Collector("last signs", write, received.take_last_signs),
         Collector("steps", write, received.steps.take),
         Collector("request journals", write, received.journals.take),
-        Collector("pauses", write, lambda run, _: received.pauses.add_to(run.note)),
+        Collector("pauses", write, lambda run, _: received.pauses.add_to(run.incident.note)),
         # They are searched for the prompts of the requests.
         Collector("logs", write, received.logs.take),
         Collector("environment", write, received.environment.take),

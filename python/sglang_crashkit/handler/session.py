@@ -281,7 +281,7 @@ class Session:
             logger.error("%s %s", what, how, exc_info=error)
         if self.run is not None:
             words = f"{type(error).__name__}: {error}"
-            self.run.note(clock.now(), "handler_error", what=what, message=words[:200])
+            self.run.incident.note(clock.now(), "handler_error", what=what, message=words[:200])
 
     def finish_observed(self) -> None:
         """Write the incident of a server that goes on."""
@@ -306,11 +306,11 @@ class Session:
         run, root = self.run, self._tree.root
         if run is not None and run.finished:
             status = root.handle.exit_status()
-            run.note(root.exited_at or clock.now(), "server_exited", code=status.code, signal=status.signal)
+            run.incident.note(root.exited_at or clock.now(), "server_exited", code=status.code, signal=status.signal)
             if removed:
-                run.note(clock.now(), "shared_memory_removed", names=list(removed))
+                run.incident.note(clock.now(), "shared_memory_removed", names=list(removed))
             if left:
-                run.note(clock.now(), "shared_memory_left", segments=[asdict(segment) for segment in left])
+                run.incident.note(clock.now(), "shared_memory_left", segments=[asdict(segment) for segment in left])
             run.checkpoint()
             run.refresh()
         self.received.close()
@@ -425,7 +425,7 @@ class Session:
             if self._tree.get(thread[0].pid) is thread[0]:
                 run.recall_dead_thread(*thread)
         if self.hang is not None:
-            run.note(clock.now(), "hang_not_over", incident=self.hang.incident.id)
+            run.incident.note(clock.now(), "hang_not_over", incident=self.hang.incident.id)
             run.add_remark(f"The server made no progress before: incident {self.hang.incident.id}.")
 
     def _sample_again(self) -> None:
@@ -448,14 +448,14 @@ class Session:
     def _note(self, run: IncidentRun, event: str, subject: Subject) -> None:
         message = subject.message
         if message is None:
-            run.note(clock.now(), event, seconds=self._settings.budget_secs)
+            run.incident.note(clock.now(), event, seconds=self._settings.budget_secs)
             return
         said = {}
         if event == "teardown":
             said = {"tree_of": message.fields.get("pid"), "by_server": message.pid == self._tree.root.pid}
         elif "message" in message.fields:
             said = {"message": message.fields["message"].encode(errors="backslashreplace").decode()}
-        run.note(subject.seconds, event, pid=message.pid, **said)
+        run.incident.note(subject.seconds, event, pid=message.pid, **said)
 
     def _send_sigquit(self) -> None:
         """Tell the server of a death that it may not have noticed, as its own children would."""
@@ -468,7 +468,7 @@ class Session:
             return
         seconds = clock.now()
         if signals.send_sigquit(root.handle):
-            run.note(seconds, "sigquit_sent", pid=root.pid)
+            run.incident.note(seconds, "sigquit_sent", pid=root.pid)
         self.triage.done("send_sigquit", time.monotonic())
 
     def _answer_captured(self, message: Message) -> None:

@@ -207,9 +207,9 @@ def test_what_could_not_be_logged_is_logged_later_and_once(tmp_path: Path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(run.folder, "append", refuse)
-        run.note(1.0, "first")
+        run.incident.note(1.0, "first")
         run.checkpoint()
-    run.note(2.0, "second")
+    run.incident.note(2.0, "second")
     run.checkpoint()
     found = read_log(run.folder.path)
     run.discard()

@@ -119,7 +119,7 @@ class _DriversAnswer(Awaited):
             told.lines.insert(0, facts.reason)
         for event in told.xids:
             pids = [one.pid for one in event.processes]
-            run.note(event.time, "xid", number=event.xid, gpu=event.bus_id, pids=pids, source=event.source)
+            run.incident.note(event.time, "xid", number=event.xid, gpu=event.bus_id, pids=pids, source=event.source)
         if not facts.driver:
             _add_facts(run, "failed", facts.reason or "the driver said nothing", facts.seconds)
             return
@@ -177,7 +177,7 @@ class FlightRecorders(Awaited):
                 self._missing.append((None, f"{_name(process)}: it was dead before it could be asked."))
         if self._under_way:
             pids = sorted({asked.process.pid for asked in self._under_way})
-            run.note(clock.now(), "flight_recorders_asked", pids=pids)
+            run.incident.note(clock.now(), "flight_recorders_asked", pids=pids)
 
     @property
     def is_done(self) -> bool:
@@ -341,7 +341,7 @@ class Cores(Awaited):
         for core in living:
             self._ask(core, earlier)
         if self._under_way:
-            run.note(clock.now(), "cuda_cores_asked", pids=sorted(self.pids_of("cuda_core")))
+            run.incident.note(clock.now(), "cuda_cores_asked", pids=sorted(self.pids_of("cuda_core")))
         for core in cores:
             if core.process.exited_at is not None:
                 self._take_left_behind(core)
@@ -419,7 +419,7 @@ class Cores(Awaited):
             which = "" if self._run.folder.problem else self._run.folder.make_room_beside(longest.request.folder, 0)
         if which:
             logger.warning("GPU cores are cut short: %s", which)
-            self._run.note(clock.now(), "cuda_cores_cut_short", reason=which, bytes=sizes)
+            self._run.incident.note(clock.now(), "cuda_cores_cut_short", reason=which, bytes=sizes)
             self.give_up(f"cut short, {which}")
 
     def _how_long(self) -> str:

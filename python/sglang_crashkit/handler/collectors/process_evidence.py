@@ -167,7 +167,7 @@ def take_stacks(run: IncidentRun, deadline: float) -> None:
     else:
         _sample_all(run, living, deadline, run.rounds if run.incident.kind == "hang" else None)
     if run.captures is not Capture.NONE:
-        run.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - began, 4))
+        run.incident.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - began, 4))
     run.checkpoint()
 
 
@@ -220,7 +220,7 @@ def take_native_stacks(run: IncidentRun, deadline: float) -> None:
         _keep("native_stack", sample, wanted[sample.pid], run)
     for pid, obstacle in obstacles.items():
         run.report(wanted[pid]).evidence.append(Evidence("native_stack", "skipped", reason=obstacle))
-    run.note(clock.now(), "native_stacks", processes=len(living), seconds=round(clock.now() - began, 4))
+    run.incident.note(clock.now(), "native_stacks", processes=len(living), seconds=round(clock.now() - began, 4))
     run.checkpoint()
 
 

@@ -208,7 +208,9 @@ class RequestJournals(HeldMemory):
         for report in run.incident.processes:
             if report.steps is not None:
                 report.steps.checks = own
-        run.note(clock.now(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
+        run.incident.note(
+            clock.now(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason
+        )
         run.checkpoint()
         self.taken = dead
 
