@@ -32,7 +32,7 @@ from sglang_crashkit.kernel.private_files import FolderLock, write_private
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, read_handler_pid
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.redact import learn, redact_text, secrets_of_arguments, secrets_of_mapping
-from sglang_crashkit.settings import Settings
+from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.visible import visible
 
 logger = logging.getLogger("sglang_crashkit.handler")
@@ -117,7 +117,8 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
         logger.info("server %d did not wait for its crash handler", args.server_pid)
         return 0
     say = handler.session.log.say
-    for folder in place.earlier():
+    # An earlier server on this host may have left incidents in each of these.
+    for folder in dict.fromkeys([place.host_folder, fallback_folder() / place.host_folder.name, fallback_folder()]):
         try:
             for path in finish_abandoned(folder / "incidents", args.runtime.parent, settings.disk):
                 logger.info("incident %s of a killed crash handler is finished", path)

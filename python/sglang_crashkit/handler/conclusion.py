@@ -134,9 +134,8 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int, begun: C
     ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS) or ([], 0)
     rids = [one.rid for one in reversed(ranked)]
     suspects = {rid: asked[rid].content for rid in rids if rid in asked and asked[rid].content}
-    incident.fault = count_fault(
-        folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
-    )
+    place, name = folder.path.parent, folder.final_path.name
+    incident.fault = count_fault(place, fault, incident.id, name, keep, has_core=has_core, suspects=suspects)
     seen = incident.fault.seen if incident.fault is not None else {}
     name_suspects(incident, seen, compared, unanswered)
     listed = {suspect.rid for suspect in incident.suspects}
@@ -221,13 +220,6 @@ def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
             if told is not None:
                 with contextlib.suppress(ValueError):
                     yield told[2], json.loads(told[1]), line
-
-
-def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
-    """Return the id of an earlier incident of the same fault that has GPU cores, None if absent."""
-    incident.verdict = incident.verdict or judge(incident, None)
-    fault = fault_of(incident.shown()) if keep and not folder.problem else None
-    return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
 
 
 def _give_up_stacks(incident: Incident) -> Iterator[str]:

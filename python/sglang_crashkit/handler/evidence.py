@@ -21,7 +21,7 @@ from sglang_crashkit.handler.collectors.process_evidence import (
     wants_native,
 )
 from sglang_crashkit.handler.collectors.received import Received
-from sglang_crashkit.handler.incident_run import Collector, IncidentRun, Moment
+from sglang_crashkit.handler.incident_run import Collector, Moment
 
 
 def collectors_of(received: Received, driver: Driver) -> tuple[Collector, ...]:
@@ -31,21 +31,16 @@ def collectors_of(received: Received, driver: Driver) -> tuple[Collector, ...]:
     return (
         Collector("process states", capture, take_states, lambda run: run.rounds == 0),
         Collector("stacks", capture, take_stacks),
-        Collector("GPU facts", ask, driver.ask, _concerns_gpus),
+        Collector("GPU facts", ask, driver.ask, lambda run: run.concerns_ranks),
         # Each recorder has a time of its own within that of the moment.
-        Collector("flight recorders", ask, flight_recorders, _concerns_gpus),
+        Collector("flight recorders", ask, flight_recorders, lambda run: run.concerns_ranks),
         Collector("native stacks", stop, take_native_stacks, wants_native),
-        Collector("GPU cores", core, Cores, lambda run: run.is_ending and _concerns_gpus(run)),
+        Collector("GPU cores", core, Cores, lambda run: run.is_ending and run.concerns_ranks),
         Collector("last signs", write, received.take_last_signs),
         Collector("steps", write, received.steps.take),
         Collector("request journals", write, received.journals.take),
-        Collector("pauses", write, lambda run, _: received.pauses.add_to(run.note)),
+        Collector("pauses", write, lambda run, _: received.pauses.add_to(run.incident.note)),
         # They are searched for the prompts of the requests.
         Collector("logs", write, received.logs.take),
         Collector("environment", write, received.environment.take),
     )
-
-
-def _concerns_gpus(run: IncidentRun) -> bool:
-    # These do not concern the server's own GPUs and collectives.
-    return run.incident.kind not in ("peer_lost", "snapshot", "thread_died")

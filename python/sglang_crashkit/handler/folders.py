@@ -71,11 +71,6 @@ class Place:
                 logger.error("%s", problems[-1])
         return NullFolder("; ".join(problems))
 
-    def earlier(self) -> list[Path]:
-        """Return the folders in which an earlier server on this host may have left incidents."""
-        fallback = fallback_folder()
-        return list(dict.fromkeys([self.host_folder, fallback / self.host_folder.name, fallback]))
-
     def record_of(self, record: str | None) -> Path | None:
         """Return the record that a failing rank says it left; None if it is not in the spool."""
         path = Path(record or "")

@@ -318,7 +318,7 @@ class Hang:
         if living:
             secs = self._clock() - self._since
             titles = [heartbeat.process.title for heartbeat in living]
-            self.run.note(clock.now(), "progress_returned", hung_secs=round(secs, 3), titles=titles)
+            self.run.incident.note(clock.now(), "progress_returned", hung_secs=round(secs, 3), titles=titles)
             self.ended = f"Progress returned after {secs:.1f} s"
             self.run.add_remark(f"{self.ended}.")
         return True

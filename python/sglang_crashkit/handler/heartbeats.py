@@ -237,13 +237,10 @@ class Pauses:
 
     def act_on_time(self) -> float:
         """Look, where that is due, and return when it is due next, by the monotonic clock."""
-        if self._now() >= self._due:
-            self._due = self._now() + LOOK_SECS
-            self._look()
-        return self._due if self._heartbeats.followed else float("inf")
-
-    def _look(self) -> None:
         now = self._now()
+        if now < self._due:
+            return self._due if self._heartbeats.followed else float("inf")
+        self._due = now + LOOK_SECS
         living = {one.process.pid: one for one in self._heartbeats.living()}
         self._seen = {pid: sign for pid, sign in self._seen.items() if pid in living}
         self._noted = {pid: number for pid, number in self._noted.items() if pid in living}
@@ -260,6 +257,7 @@ class Pauses:
                 self._late[pid] = one.process
         if self._late:
             self._look_at_steps(self._late.pop(next(iter(self._late))))
+        return self._due if self._heartbeats.followed else float("inf")
 
     def _look_at_steps(self, process: TrackedProcess) -> None:
         by_mode: dict[str, list[float]] = {}

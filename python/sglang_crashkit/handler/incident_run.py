@@ -172,14 +172,15 @@ class IncidentRun:
         self.incident = Incident(id=folder.id, kind=kind, trigger=trigger, server=server, handler=handler)
         self.checkpoint()
 
-    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
-        """Add an event to the timeline; see `Incident.note`."""
-        self.incident.note(seconds, event, **fields)
-
     @property
     def is_open(self) -> bool:
         """Whether it is neither finished nor removed."""
         return not self.finished and not self._discarded
+
+    @property
+    def concerns_ranks(self) -> bool:
+        """Whether it is of what the server's ranks do: their GPUs, their collectives, and what they lost before."""
+        return self.incident.kind not in ("peer_lost", "snapshot", "thread_died")
 
     # -- evidence
 
@@ -262,14 +263,6 @@ class IncidentRun:
         self.incident.remarks.append(sentence)
         if self.finished:
             self.checkpoint()
-
-    @property
-    def stacks(self) -> int:
-        """Of how many processes there are stacks."""
-        return sum(
-            any(piece.kind == "stack" and piece.status == "captured" for piece in report.evidence)
-            for report in self.incident.processes
-        )
 
     def checkpoint(self) -> None:
         """Log what came: whatever kills this process next, it is on disk. A finished one is stale then."""
@@ -390,7 +383,7 @@ class IncidentRun:
         how = {"code": status.code, "signal": status.signal}
         known = self.incident.process(process.pid)
         if known is None or known.exit is None:
-            self.note(seconds, "process_exited", pid=process.pid, title=process.title, **how)
+            self.incident.note(seconds, "process_exited", pid=process.pid, title=process.title, **how)
         if self.finished:
             return
         report = self.report(process)
@@ -435,7 +428,7 @@ class IncidentRun:
         # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
         message = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
         told = {"caught": True} if caught else {}
-        self.note(seconds, "exception", pid=process.pid, title=process.title, message=message, **told)
+        self.incident.note(seconds, "exception", pid=process.pid, title=process.title, message=message, **told)
         if self.finished:
             # The record would stay where it is, and be taken for a crash of its own.
             if record is not None:
@@ -467,7 +460,7 @@ class IncidentRun:
         """Take in that a process has gone on without a thread, whose record an earlier incident may have."""
         message, thread = (text[:_MAX_MESSAGE].encode(errors="backslashreplace").decode() for text in (message, thread))
         its = {"thread": thread, "message": message, "frames": frames[:_MAX_THREAD_FRAMES]}
-        self.note(seconds, "thread_died", pid=process.pid, title=process.title, **its)
+        self.incident.note(seconds, "thread_died", pid=process.pid, title=process.title, **its)
         if not self.finished:
             words = f"its thread {thread or '?'}, which raised {message}"
             self._add_failure(FailureEvent(process.pid, seconds, "thread", words))
@@ -480,7 +473,7 @@ class IncidentRun:
         how_long = f" for {said['silent_secs']:g} s" if said["silent_secs"] is not None else ""
         message = f"made no progress{how_long}: its watchdog timed out"
         self._add_failure(FailureEvent(process.pid, seconds, "hang", message))
-        self.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **said)
+        self.incident.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **said)
 
     def add_peer(self, seconds: float, peer: LostPeer) -> bool:
         """Take in that SGLang gave up another server of the pair, also once it is finished; say whether that is new."""
@@ -493,7 +486,7 @@ class IncidentRun:
             return False
         peer.requests = peer.requests[: max(0, _MAX_WAITING - sum(len(known.requests) for known in peers))]
         peers.append(peer)
-        self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
+        self.incident.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
         if self.finished:
             self.checkpoint()
         return True
@@ -511,7 +504,7 @@ class IncidentRun:
         told = requests_of(fields)
         self.incident.requests = told if before is None else add(before, told)
         event = "requests_saved" if told.path else "requests_not_saved"
-        self.note(clock.now(), event, reason=told.reason, path=told.path)
+        self.incident.note(clock.now(), event, reason=told.reason, path=told.path)
         self.checkpoint()
 
     def add_silence(self, process: TrackedProcess, sign: Heartbeat | None, secs: float, how: str = "") -> None:
@@ -525,7 +518,7 @@ class IncidentRun:
             message = f"made no progress for {secs:.1f} s; the last sign was of {sign.doing}"
             if last.collecting_secs:
                 message += f", in a garbage collection for {last.collecting_secs:.0f} s"
-        self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
+        self.incident.note(now, "no_progress", pid=process.pid, title=process.title, **details)
         if self.finished:
             self.checkpoint()
         else:
@@ -554,8 +547,15 @@ class IncidentRun:
             if process.exited_at is not None and not process.is_ignorable:
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
-        self._take_kind()
-        self.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
+        failures = self.incident.failures if self.incident.kind in _KINDS_OF_CRASHES else []
+        first = order_failures(failures)[0] if failures else None
+        if first is not None and first.kind != "hang" and not first.is_answer:
+            # A consequence may have been told before the first failure.
+            kind = first.kind if first.kind == "exception" else "killed" if first.fatal_signal else "exited"
+            if kind != self.incident.kind:
+                self.incident.kind = kind
+                self.folder.rename(kind)
+        self.incident.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.checkpoint()
         self.incident.complete = True
         made = self._conclude(again=False) or self._conclude_plainly()
@@ -568,18 +568,6 @@ class IncidentRun:
         self.begun.clear()
         logger.info("incident %s: %s", path, self.incident.verdict.text if self.incident.verdict else "")
         return path
-
-    def _take_kind(self) -> None:
-        """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""
-        if self.incident.kind not in _KINDS_OF_CRASHES or not self.incident.failures:
-            return
-        first = order_failures(self.incident.failures)[0]
-        if first.kind == "hang" or first.is_answer:
-            return
-        kind = first.kind if first.kind == "exception" else "killed" if first.fatal_signal else "exited"
-        if kind != self.incident.kind:
-            self.incident.kind = kind
-            self.folder.rename(kind)
 
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self.report(process)

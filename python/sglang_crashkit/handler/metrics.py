@@ -139,12 +139,10 @@ def write_metrics_file(target: Path, gauges: list[Gauge], port: str) -> None:
 
 
 class MetricsPublisher:
-    """Measures and publishes, where anybody wants that; `show` hands gauges to the server's main process."""
+    """Measures and publishes, where anybody wants that; `notify` tells the server's main process, which shows it."""
 
-    def __init__(
-        self, tree: ProcessTree, received: Received, incidents: Path, show: Callable[[list[Gauge]], None]
-    ) -> None:
-        self._tree, self._received, self._incidents, self._show = tree, received, incidents, show
+    def __init__(self, tree: ProcessTree, received: Received, incidents: Path, notify: Callable[..., None]) -> None:
+        self._tree, self._received, self._incidents, self._notify = tree, received, incidents, notify
         self._file = os.environ.get(FILE, "").strip()
         self._port = ""
         self._causes: dict[str, str] = {}
@@ -156,21 +154,27 @@ class MetricsPublisher:
 
     def act_on_time(self) -> float:
         """Publish, where it is time to, and return when it is next, by the monotonic clock."""
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + INTERVAL_SECS
-            self._publish_anew()
-        return self._due
-
-    def _publish_anew(self) -> None:
+        if time.monotonic() < self._due:
+            return self._due
+        self._due = time.monotonic() + INTERVAL_SECS
         self.take_answer(0.0)
         if self.late and not is_reaped(self.late):
-            return
+            return self._due
         arguments = self._received.environment.arguments()
         self._port = str(arguments.get("port") or self._port or 0)
         # A server without metrics leaves the variable to other programs.
         is_shown = bool(os.environ.get(SHARED) and arguments.get("enable_metrics"))
         if is_shown or self._file:
-            self._call = ForkedCall(functools.partial(self._publish, self._measure(), is_shown=is_shown))
+            now, clock = time.time(), time.monotonic()
+            signs: dict[str, float] = {}
+            for pid, sign in self._received.heartbeats.last_signs().items():
+                process = self._tree.get(pid)
+                if process is not None and process.exited_at is None and not sign.is_off:
+                    signs[_rank_of(process.title)] = now - clock + sign.at
+            pauses = {(_rank_of(title), kind): count for (title, kind), count in self._received.pauses.counts.items()}
+            measured = Measured(self._port, True, now, signs, pauses)
+            self._call = ForkedCall(functools.partial(self._publish, measured, is_shown=is_shown))
+        return self._due
 
     def close(self) -> None:
         """Say in the file that the handler is at work no more; the server itself is not asked by now."""
@@ -180,16 +184,6 @@ class MetricsPublisher:
             self._call = ForkedCall(functools.partial(self._publish, gone, is_shown=False))
             self.take_answer(_LAST_SECS)
 
-    def _measure(self) -> Measured:
-        now, clock = time.time(), time.monotonic()
-        signs: dict[str, float] = {}
-        for pid, sign in self._received.heartbeats.last_signs().items():
-            process = self._tree.get(pid)
-            if process is not None and process.exited_at is None and not sign.is_off:
-                signs[_rank_of(process.title)] = now - clock + sign.at
-        pauses = {(_rank_of(title), kind): count for (title, kind), count in self._received.pauses.counts.items()}
-        return Measured(self._port, True, now, signs, pauses)
-
     def _publish(self, measured: Measured, *, is_shown: bool) -> bytes:
         """Look at the disk, show the gauges and write the file, in a child; return the causes that are new."""
         setproctitle.setproctitle("crashkit_metrics")
@@ -198,7 +192,7 @@ class MetricsPublisher:
         causes = causes_in(self._incidents, self._causes)
         gauges = gauges_of(measured, causes)
         if is_shown:
-            self._show(gauges)
+            self._notify("metrics", gauges=gauges)
         if self._file:
             write_metrics_file(Path(self._file), gauges, measured.port)
         new = {name: cause for name, cause in (causes or {}).items() if name not in self._causes and cause != _UNREAD}

@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from sglang_crashkit.capture.tools import BackgroundTool
 from sglang_crashkit.handler import on_incident
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.store import is_finished, parse_name
-from sglang_crashkit.kernel.stack_hooks import FAULT, HookFiles
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.protocol import WAIT_FIELD, HandlerUnreachableError, Mailbox, Message, notify
 
 logger = logging.getLogger(__name__)
@@ -96,10 +96,6 @@ class ServerLog:
         self._socket = HookFiles.of(runtime, root.pid, root.handle.start_ticks).say
         self._unsaid: deque[str] = deque(maxlen=_MAX_UNSAID)
 
-    def report_fault(self) -> None:
-        """Have the main process copy what a dying worker wrote to its standard error, as upstream has it there."""
-        self._notify(FAULT)
-
     def say(self, text: str) -> None:
         """Have the main process write one line, once it listens; it may be the one that hangs."""
         self._unsaid.append(text[:_MAX_LINE])
@@ -108,13 +104,10 @@ class ServerLog:
     def say_rest(self) -> None:
         """Have it write the lines that came before it listened, where it does by now."""
         while self._unsaid and self._socket.exists():
-            self._notify("say", text=self._unsaid.popleft())
+            self.notify("say", text=self._unsaid.popleft())
 
-    def show_metrics(self, gauges: Sequence[Any]) -> None:
-        """Have the main process show gauges at SGLang's ``/metrics``; see `handler.metrics`."""
-        self._notify("metrics", gauges=gauges)
-
-    def _notify(self, event: str, **fields: Any) -> None:
+    def notify(self, event: str, **fields: Any) -> None:
+        """Tell the main process what it is to write or show; that it does not hear it is logged."""
         try:
             notify(str(self._socket), event, **fields)
         except HandlerUnreachableError as error:

@@ -56,30 +56,24 @@ def run_command(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[s
         if verdict is not None and verdict.kind == "busy":
             # It is withdrawn where the server goes on.
             return None
-        outcome = {"schema_version": 1} | _run(folder, environ)
+        outcome: dict[str, Any] = {"schema_version": 1, "done": False}
+        try:
+            words = shlex.split(environ.get(COMMAND, ""))
+        except ValueError as error:
+            outcome["reason"] = f"{COMMAND} cannot be split into words: {error}"
+        else:
+            argv, secs = [*words, str(folder)], deadline_secs(environ)
+            with open_regular(folder / "summary.md") as summary:
+                run = run_tool(argv, secs, environ=environ, max_output=_MAX_OUTPUT, stdin=summary.fileno())
+            outcome |= {"done": not run.reason, "seconds": run.seconds}
+            if run.reason:
+                last = run.text.strip().splitlines()[-1:]
+                # Redacted whole: a secret that is cut off would not be recognised.
+                outcome["reason"] = redact_text("; ".join([run.reason, *last]))[:_MAX_WORDS]
         write_json(folder / OUTCOME, outcome)
         return outcome
     finally:
         lock.release()
-
-
-def _run(folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        words = shlex.split(environ.get(COMMAND, ""))
-    except ValueError as error:
-        return {"done": False, "reason": f"{COMMAND} cannot be split into words: {error}"}
-    with open_regular(folder / "summary.md") as summary:
-        run = run_tool(
-            [*words, str(folder)],
-            deadline_secs(environ),
-            environ=environ,
-            max_output=_MAX_OUTPUT,
-            stdin=summary.fileno(),
-        )
-    told = {"done": not run.reason, "seconds": run.seconds}
-    last = run.text.strip().splitlines()[-1:]
-    # Redacted whole: a secret that is cut off would not be recognised.
-    return told | ({"reason": redact_text("; ".join([run.reason, *last]))[:_MAX_WORDS]} if run.reason else {})
 
 
 def main() -> int:

@@ -423,6 +423,5 @@ def _has_ended(process: TrackedProcess) -> bool:
         return True
     if procfs.is_ending(process.pid):
         return process.handle.has_exited(_KILLED_SECS)
-    stat = procfs.read_stat(process.pid)
-    # Without one it was reaped since the lines above.
-    return (stat is None or stat.state in "ZX") and process.handle.has_exited(_LAST_THREAD_SECS)
+    # It is X, too, where it was reaped since the lines above.
+    return process.state in "ZX" and process.handle.has_exited(_LAST_THREAD_SECS)

@@ -65,7 +65,7 @@ class CrashHandler:
         self.mailbox = mailbox
         self._place = place
         log = session.log
-        self._metrics = MetricsPublisher(self.tree, received, place.host_folder / "incidents", log.show_metrics)
+        self._metrics = MetricsPublisher(self.tree, received, place.host_folder / "incidents", log.notify)
         self._shared_memory = SharedMemory(self.tree)
         self._locks = keep(place.runtime)
         self._marker = ServerMarker(place.spool, log.say)
@@ -143,7 +143,12 @@ class CrashHandler:
         if sender is not None and "gpu" in fields:
             sender.gpu = fields["gpu"]
         if event == "teardown":
-            self._on_teardown(message, sender)
+            pid = fields.get("pid", 0)
+            members = self._members_of(pid)
+            if fields.get("whole") is False:
+                members.discard(pid)
+            seen = Seen("teardown", message.pid, tree_of=pid, members=members)
+            self.session.take(seen, Subject(sender or self.tree.root, _time_of(message), message))
         elif sender is None:
             # Said once: their sender may never end.
             if not self._has_ignored:
@@ -227,14 +232,6 @@ class CrashHandler:
         self.session.take(Seen("launch", members=alive, mode=known, others_serve=serves))
         if known is not Mode.LIBRARY:
             self._marker.begin(self.tree.root.pid, self.tree.root.handle.start_ticks)
-
-    def _on_teardown(self, message: Message, sender: TrackedProcess | None) -> None:
-        pid = message.fields.get("pid", 0)
-        members = self._members_of(pid)
-        if message.fields.get("whole") is False:
-            members.discard(pid)
-        seen = Seen("teardown", message.pid, tree_of=pid, members=members)
-        self.session.take(seen, Subject(sender or self.tree.root, _time_of(message), message))
 
     def _members_of(self, pid: int) -> set[int]:
         if pid not in self.tree:

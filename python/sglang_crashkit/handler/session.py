@@ -23,6 +23,7 @@ from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, write_terminatio
 from sglang_crashkit.kernel import clock, procfs, signals
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.shared_memory import OrphanedSegment
+from sglang_crashkit.kernel.stack_hooks import FAULT
 from sglang_crashkit.model.incident import Trigger, iso_time
 from sglang_crashkit.model.peers import LostPeer, describe
 from sglang_crashkit.policy import Event
@@ -36,8 +37,8 @@ logger = logging.getLogger(__name__)
 SILENT_SECS = 2.0
 #: An incident that could not be finished so many times is left as its last checkpoint has it.
 _MAX_FINISHES = 3
-#: So many threads that ended are remembered; and kinds of incidents that have nothing to do with those before.
-_MAX_THREADS, _OF_NO_THREAD = 8, frozenset({"thread_died", "peer_lost", "snapshot"})
+#: So many threads that ended are remembered.
+_MAX_THREADS = 8
 #: An incident of lost peers is whole after this time, in seconds: every rank of a server reports the same one.
 _LOSS_SECS = 2.0
 #: A loss that comes so soon after the last one, in seconds, belongs to its incident, as where servers are restarted one
@@ -115,35 +116,34 @@ class Session:
 
     def take_exit(self, process: TrackedProcess, *, again: bool = False) -> None:
         """Take in an exit once, after those that it follows from, or `again`, as it was taken for a helper's."""
+        expected = self.triage.shutdown.expected
         try:
             for earlier in ended_before(self._tree, process) if process.exited_at is None else ():
                 self.take_exit(earlier)
-            # The incident that one of those opened may have taken it in.
-            if again or process.exited_at is None:
-                self._take_exit(process)
+            if process.exited_at is not None and not again:
+                # The incident that one of those opened may have taken it in.
+                return
+            if process.matters and process.pid not in expected:
+                learn_exit_status(process, self._place.runtime)
+            status = process.handle.exit_status()
+            if process.is_own and status.signal in FATAL_SIGNALS - {"SIGKILL"}:
+                # The main process copies what a dying worker wrote to its standard error, as upstream has it there.
+                self.log.notify(FAULT)
+            seen = Seen(
+                "exited",
+                process.pid,
+                process.role,
+                status=status,
+                matters=process.matters,
+                is_unknown=process.is_unknown,
+                is_foreign=process.is_foreign,
+                others_serve=any(one.is_own and one.pid not in expected for one in self._tree),
+            )
+            self.take(seen, Subject(process, clock.now()))
         except Exception as error:  # noqa: BLE001 - as above
             self.note_error(f"the exit of process {process.pid}", error, "could not be taken in")
         finally:
             process.mark_exited()
-
-    def _take_exit(self, process: TrackedProcess) -> None:
-        expected = self.triage.shutdown.expected
-        if process.matters and process.pid not in expected:
-            learn_exit_status(process, self._place.runtime)
-        status = process.handle.exit_status()
-        if process.is_own and status.signal in FATAL_SIGNALS - {"SIGKILL"}:
-            self.log.report_fault()
-        seen = Seen(
-            "exited",
-            process.pid,
-            process.role,
-            status=status,
-            matters=process.matters,
-            is_unknown=process.is_unknown,
-            is_foreign=process.is_foreign,
-            others_serve=any(one.is_own and one.pid not in expected for one in self._tree),
-        )
-        self.take(seen, Subject(process, clock.now()))
 
     def _carry_out(self, action: Action, subject: Subject) -> None:
         process, seconds, fields, message = subject.process, subject.seconds, subject.fields, subject.message
@@ -281,7 +281,7 @@ class Session:
             logger.error("%s %s", what, how, exc_info=error)
         if self.run is not None:
             words = f"{type(error).__name__}: {error}"
-            self.run.note(clock.now(), "handler_error", what=what, message=words[:200])
+            self.run.incident.note(clock.now(), "handler_error", what=what, message=words[:200])
 
     def finish_observed(self) -> None:
         """Write the incident of a server that goes on."""
@@ -306,11 +306,11 @@ class Session:
         run, root = self.run, self._tree.root
         if run is not None and run.finished:
             status = root.handle.exit_status()
-            run.note(root.exited_at or clock.now(), "server_exited", code=status.code, signal=status.signal)
+            run.incident.note(root.exited_at or clock.now(), "server_exited", code=status.code, signal=status.signal)
             if removed:
-                run.note(clock.now(), "shared_memory_removed", names=list(removed))
+                run.incident.note(clock.now(), "shared_memory_removed", names=list(removed))
             if left:
-                run.note(clock.now(), "shared_memory_left", segments=[asdict(segment) for segment in left])
+                run.incident.note(clock.now(), "shared_memory_left", segments=[asdict(segment) for segment in left])
             run.checkpoint()
             run.refresh()
         self.received.close()
@@ -370,7 +370,9 @@ class Session:
             self.run.look()
             self._answers.ask_all_to_wait(self._secs_left)
         self.take(Seen("tick", workers_left=self._are_workers_left, any_left=bool(self._tree.alive())))
-        if self._may_finish:
+        stage = self.triage.stage
+        is_finishing = stage is not None and stage.finishing and not stage.finished
+        if is_finishing and self.run is not None and not self.run.is_waiting:
             self.finish()
         self._release_raised()
         if self.run is not None:
@@ -397,13 +399,6 @@ class Session:
     # -- carried out
 
     @property
-    def _may_finish(self) -> bool:
-        """Whether the end of the incident waits for nothing more."""
-        stage = self.triage.stage
-        is_finishing = stage is not None and stage.finishing and not stage.finished
-        return is_finishing and self.run is not None and not self.run.is_waiting
-
-    @property
     def _secs_left(self) -> float | None:
         return self.run.secs_left if self.run is not None else None
 
@@ -426,11 +421,11 @@ class Session:
             # The caller adds the exit that opened the incident. Once the server is ready, all ranks have titles.
             if dead is not subject.process and not self.received.environment.is_ready:
                 run.add_exit(dead)
-        for thread in self._dead_threads if kind not in _OF_NO_THREAD else ():
+        for thread in self._dead_threads if run.concerns_ranks else ():
             if self._tree.get(thread[0].pid) is thread[0]:
                 run.recall_dead_thread(*thread)
         if self.hang is not None:
-            run.note(clock.now(), "hang_not_over", incident=self.hang.incident.id)
+            run.incident.note(clock.now(), "hang_not_over", incident=self.hang.incident.id)
             run.add_remark(f"The server made no progress before: incident {self.hang.incident.id}.")
 
     def _sample_again(self) -> None:
@@ -453,14 +448,14 @@ class Session:
     def _note(self, run: IncidentRun, event: str, subject: Subject) -> None:
         message = subject.message
         if message is None:
-            run.note(clock.now(), event, seconds=self._settings.budget_secs)
+            run.incident.note(clock.now(), event, seconds=self._settings.budget_secs)
             return
         said = {}
         if event == "teardown":
             said = {"tree_of": message.fields.get("pid"), "by_server": message.pid == self._tree.root.pid}
         elif "message" in message.fields:
             said = {"message": message.fields["message"].encode(errors="backslashreplace").decode()}
-        run.note(subject.seconds, event, pid=message.pid, **said)
+        run.incident.note(subject.seconds, event, pid=message.pid, **said)
 
     def _send_sigquit(self) -> None:
         """Tell the server of a death that it may not have noticed, as its own children would."""
@@ -473,7 +468,7 @@ class Session:
             return
         seconds = clock.now()
         if signals.send_sigquit(root.handle):
-            run.note(seconds, "sigquit_sent", pid=root.pid)
+            run.incident.note(seconds, "sigquit_sent", pid=root.pid)
         self.triage.done("send_sigquit", time.monotonic())
 
     def _answer_captured(self, message: Message) -> None:
@@ -482,8 +477,12 @@ class Session:
 
     def _answer_stacks(self, message: Message) -> None:
         # Those of an incident that is over are not what the sender wants to know.
-        known = self.run if self.run is not None and not self.run.finished else None
-        self._mailbox.acknowledge(message, captured=known.stacks if known else 0, incident=known and known.incident.id)
+        known = self.run.incident if self.run is not None and not self.run.finished else None
+        captured = sum(
+            any(piece.kind == "stack" and piece.status == "captured" for piece in report.evidence)
+            for report in (known.processes if known else ())
+        )
+        self._mailbox.acknowledge(message, captured=captured, incident=known and known.id)
 
     def _answer(self, message: Message) -> None:
         """Acknowledge a message with the current incident, if there is one that is finished."""

@@ -36,17 +36,14 @@ _WORKER = "tokenizer_worker"
 _UNKNOWN = ExitStatus()
 
 
-_OfIncident = Literal[
-    "open", "permit", "capture", "capture_again", "write", "forget", "discard", "finish", "send_sigquit"
-]
-_Addition = Literal["note", "add_exit", "add_exception", "add_dead_thread", "add_hang", "add_silence"]
-_OfRequests = Literal["add_requests", "set_requests", "close_journals"]
-_OfProcess = Literal["mark_exited", "keep_process", "forget_process", "learn_ranks"]
-_Answer = Literal[
-    "answer", "answer_when_finished", "answer_captured", "answer_stacks", "answer_saved", "answer_orderly"
-]
 #: What is to be done; what concerns the current incident, or answers a message, is nothing without one.
-Do: TypeAlias = _OfIncident | _Addition | _OfRequests | _OfProcess | _Answer | Literal["drop_record"]
+Do: TypeAlias = (
+    Literal["open", "permit", "capture", "capture_again", "write", "forget", "discard", "finish", "send_sigquit"]
+    | Literal["note", "add_exit", "add_exception", "add_dead_thread", "add_hang", "add_silence"]
+    | Literal["add_requests", "set_requests", "close_journals", "drop_record"]
+    | Literal["mark_exited", "keep_process", "forget_process", "learn_ranks"]
+    | Literal["answer", "answer_when_finished", "answer_captured", "answer_stacks", "answer_saved", "answer_orderly"]
+)
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,9 @@ class Triage:
 
     def _on_exited(self, seen: Seen, now: float) -> None:
         shutdown, is_root = self.shutdown, seen.pid == self._root_pid
-        is_users_own = is_root and self._is_users_own(seen)
+        # The end of a user's program is its own matter where it has no server, or ended by itself.
+        is_library = is_root and shutdown.mode is Mode.LIBRARY
+        is_users_own = is_library and (not seen.others_serve or seen.status.signal not in FATAL_SIGNALS)
         expected = seen.pid in shutdown.expected or is_users_own
         if seen.matters and not expected:
             if self.stage is None or not self.stage.withdrawable or not is_orderly(seen.status):
@@ -190,7 +189,14 @@ class Triage:
             shutdown.ended_well = is_orderly(seen.status) or is_users_own
             self._reconsider(seen)
         if self.stage is not None and not seen.is_foreign:
-            self._join_exit(self.stage, seen)
+            self._add("add_exit")
+            if seen.matters:
+                self.stage.exits.append(seen)
+            if not is_root and seen.pid in self.stage.dumping:
+                # It died while it saved its requests.
+                self.stage.dumping.discard(seen.pid)
+                if not self.stage.dumping:
+                    self._add("finish")
         elif seen.matters and not expected and not self._take_clean_exit(seen):
             self._open_for_exit(seen, now)
         elif seen.is_unknown and not expected and seen.status.code != 0:
@@ -199,16 +205,6 @@ class Triage:
             self._add("keep_process")
         elif not is_root:
             self._add("forget_process")
-
-    def _join_exit(self, stage: IncidentStage, seen: Seen) -> None:
-        self._add("add_exit")
-        if seen.matters:
-            stage.exits.append(seen)
-        if seen.pid != self._root_pid and seen.pid in stage.dumping:
-            # It died while it saved its requests.
-            stage.dumping.discard(seen.pid)
-            if not stage.dumping:
-                self._add("finish")
 
     def _open_for_exit(self, seen: Seen, now: float) -> None:
         hard = seen.status.signal in FATAL_SIGNALS
@@ -224,11 +220,6 @@ class Triage:
             stage.soft_until = now + SOFT_SECS
         self._add("add_exit")
         self._add("capture")
-
-    def _is_users_own(self, seen: Seen) -> bool:
-        """Say whether the end of a user's program is its own matter: it has no server, or ended by itself."""
-        is_users = self.shutdown.mode is Mode.LIBRARY
-        return is_users and (not seen.others_serve or seen.status.signal not in FATAL_SIGNALS)
 
     def _take_clean_exit(self, seen: Seen) -> bool:
         """Say whether an exit is no failure, and keep in mind that a process left as the server ends."""
@@ -362,7 +353,14 @@ class Triage:
         if not seen.soft:
             # It ends the server, which is another matter than what a soft one saw before.
             self._make_room()
-        self._make_room_for_hang(seen)
+        stage = self.stage
+        # Schedulers hang together, any other process by itself.
+        together = stage is not None and (seen.pid == stage.first.pid or seen.role == stage.first.role == "scheduler")
+        if self.is_ending:
+            # The server was to end for it and is still there.
+            self._forget()
+        elif stage is not None and (stage.finished or stage.kind != "hang" or not together):
+            self._make_room()
         stage = self.stage
         if stage is None:
             stage = self._open("hang", seen.what, seen, now)
@@ -391,18 +389,6 @@ class Triage:
             stage = self._open(seen.kind, seen.trigger, seen, now)
             stage.observed, stage.observed_until, stage.withdrawable = True, now + seen.secs, seen.withdrawable
             self._apply(stage, seen.event)
-
-    def _make_room_for_hang(self, seen: Seen) -> None:
-        """Let a hang be an incident of its own; schedulers hang together, any other process by itself."""
-        stage = self.stage
-        if stage is None:
-            return
-        together = seen.pid == stage.first.pid or (seen.role == stage.first.role == "scheduler")
-        if self.is_ending:
-            # The server was to end for it and is still there.
-            self._forget()
-        elif stage.finished or stage.kind != "hang" or not together:
-            self._make_room()
 
     # -- the server's end
 

@@ -249,15 +249,29 @@ def _read(folder: Path) -> Incident | None:
 
 def _mark_incomplete(incident: Incident, folder: Path) -> None:
     """Say in an incident that it is not complete, and why."""
-    _adopt_records(incident, folder)
+    spool = _spool_of(incident, folder)
     for process in incident.processes:
+        # What the rank wrote of itself as it failed, where no incident took it in.
+        pid = process.pid
+        record = spool / f"exception-{pid}.json"
+        if not record.is_symlink() and record.is_file():
+            data, taken = read_adopted(record), list(folder.glob(_PIECES["exception"].format(pid)))
+            # Else the handler was killed when it had taken it in and not yet removed it here.
+            if not any(one.is_file() and one.read_bytes() == data for one in taken):
+                make_private_folder(folder / "ranks")
+                name = f"ranks/rank-{pid}.exception{len(taken) or ''}.json"
+                write_private(folder / name, data)
+                if taken:
+                    # One that SGLang caught is among the pieces already.
+                    process.evidence.append(Evidence("exception", "captured", name))
+            record.unlink()
         for kind, pattern in _PIECES.items():
             # It may be there, and not among what the log has.
-            path = next(folder.glob(pattern.format(process.pid)), None)
+            path = next(folder.glob(pattern.format(pid)), None)
             if any(piece.kind == kind for piece in process.evidence) or (path is None and kind != "stack"):
                 continue
-            name = None if path is None else str(path.relative_to(folder))
-            process.evidence.append(Evidence(kind, "captured" if name else "failed", name, None if name else REASON))
+            found = None if path is None else str(path.relative_to(folder))
+            process.evidence.append(Evidence(kind, "captured" if found else "failed", found, None if found else REASON))
     if incident.requests.path is None:
         incident.requests.reason = REASON
     incident.remarks.append(_WORDS)
@@ -269,26 +283,6 @@ def _mark_incomplete(incident: Incident, folder: Path) -> None:
         incident.verdict.text = f"{incident.verdict.text} {_WORDS}".strip()
         incident.verdict.basis.append(_WORDS)
     incident.note(time.time(), "finished_by_another_handler")
-
-
-def _adopt_records(incident: Incident, folder: Path) -> None:
-    """Move in what failing ranks of that server wrote of themselves and no incident took in."""
-    spool = _spool_of(incident, folder)
-    for process in incident.processes:
-        pid = process.pid
-        record = spool / f"exception-{pid}.json"
-        if record.is_symlink() or not record.is_file():
-            continue
-        data, taken = read_adopted(record), list(folder.glob(_PIECES["exception"].format(pid)))
-        # Else the handler was killed when it had taken it in and not yet removed it here.
-        if not any(one.is_file() and one.read_bytes() == data for one in taken):
-            make_private_folder(folder / "ranks")
-            name = f"ranks/rank-{pid}.exception{len(taken) or ''}.json"
-            write_private(folder / name, data)
-            if taken:
-                # One that SGLang caught is among the pieces already.
-                process.evidence.append(Evidence("exception", "captured", name))
-        record.unlink()
 
 
 def _spool_of(incident: Incident, folder: Path) -> Path:

@@ -115,12 +115,10 @@ def write_termination_message(text: str, environ: Mapping[str, str] = os.environ
     data, mark = text.encode(errors="backslashreplace"), b" ..."
     if len(data) > MAX_MESSAGE_BYTES:
         data = data[: MAX_MESSAGE_BYTES - len(mark)].decode(errors="ignore").encode() + mark
-    with contextlib.suppress(OSError), open(termination_log(environ), "wb", opener=_open_what_is_there) as file:
+    # What is there is opened, and nothing is made.
+    path, flags = termination_log(environ), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.suppress(OSError), open(path, "wb", opener=lambda path, _flags: os.open(path, flags)) as file:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.truncate(0)
             return file.write(data) == len(data)
     return False
-
-
-def _open_what_is_there(path: str, _flags: int) -> int:
-    return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -21,6 +21,7 @@ from sglang_crashkit.kernel.private_files import FolderLock, read_json, write_js
 from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, texts_of
 
 if TYPE_CHECKING:
+    from sglang_crashkit.incident.folder import IncidentFolder
     from sglang_crashkit.model.incident import Incident, Occurrence, ProcessReport
 
 logger = logging.getLogger(__name__)
@@ -86,19 +87,16 @@ def fault_of(incident: Incident) -> Fault | None:
     if verdict.kind == "hang" and not frames:
         # Where no process was seen, nothing tells one hang from another.
         return None
-    what = _what_happened_to(first, incident)
-    return Fault(incident.server.sglang_version, verdict.kind, _who(first, incident), what, tuple(frames))
-
-
-def _who(process: ProcessReport, incident: Incident) -> str:
-    role, ranks = process.role, process.rank
+    role, ranks = first.role, first.rank
     said = [one.message for one in incident.timeline if one.event in _FAILED_STARTS]
     # One that died as soon as it was there had no title of its own yet: the server that started it says whose it was.
-    names = [process.title, *(said if role in ("helper", "starting") else ())]
+    names = [first.title, *(said if role in ("helper", "starting") else ())]
     if named := next(filter(None, map(_NAMED.match, names)), None):
         role, ranks = "scheduler", {name: int(number) for name, number in named.groupdict().items() if number}
     # The only rank of its kind has no number in its title.
-    return " ".join([role, *(f"{name}={number}" for name, number in sorted(ranks.items()) if number != 0)])
+    who = " ".join([role, *(f"{name}={number}" for name, number in sorted(ranks.items()) if number != 0)])
+    what = _what_happened_to(first, incident)
+    return Fault(incident.server.sglang_version, verdict.kind, who, what, tuple(frames))
 
 
 def _what_happened_to(process: ProcessReport, incident: Incident) -> str:
@@ -136,10 +134,17 @@ def count_fault(
             return None
         index = read_faults(incidents)
         entry = index.setdefault(fault.key, {"fault": asdict(fault), "count": 0, "first": iso_time(time.time())})
-        count, repeats = _count(entry, incidents, incident_id, name, keep)
+        now = time.time()
+        full = [its for its in mappings_of(entry.get("full")) if _counts(its, incidents, now)]
+        repeats = str(full[0].get("id")) if 0 < keep <= len(full) else None
+        if repeats is None:
+            full.append({"id": incident_id, "name": name, "seconds": now})
+        before = entry.get("count")
+        count = (before if isinstance(before, int) else 0) + 1
+        entry |= {"count": count, "last": iso_time(now), "full": full}
         seen = _count_suspects(entry, suspects or {})
         if has_core:
-            entry["core"] = {"id": incident_id, "name": name, "seconds": time.time()}
+            entry["core"] = {"id": incident_id, "name": name, "seconds": now}
         latest = sorted(index, key=lambda key: str(index[key].get("last")), reverse=True)[:_MAX_FAULTS]
         faults = {key: index[key] for key in latest}
         write_json(incidents / INDEX, {"schema_version": _SCHEMA_VERSION, "faults": faults})
@@ -169,19 +174,6 @@ def read_faults(incidents: Path) -> dict[str, dict[str, Any]]:
     return {key: entry for key, entry in mapping_of(index.get("faults")).items() if isinstance(entry, dict)}
 
 
-def _count(entry: dict[str, Any], incidents: Path, incident_id: str, name: str, keep: int) -> tuple[int, str | None]:
-    now = time.time()
-    full = [its for its in mappings_of(entry.get("full")) if _counts(its, incidents, now)]
-    is_repeat = 0 < keep <= len(full)
-    if not is_repeat:
-        full.append({"id": incident_id, "name": name, "seconds": now})
-    count = entry.get("count")
-    entry["count"] = (count if isinstance(count, int) else 0) + 1
-    entry["last"] = iso_time(now)
-    entry["full"] = full
-    return entry["count"], str(full[0].get("id")) if is_repeat else None
-
-
 def _count_suspects(entry: dict[str, Any], suspects: Mapping[str, str]) -> dict[str, int]:
     """Count the suspects of an incident, and return in how many before it each was suspected."""
     known = {key: count for key, count in mapping_of(entry.get("suspects")).items() if isinstance(count, int)}
@@ -199,8 +191,15 @@ def _counts(its: Mapping[str, Any], incidents: Path, now: float) -> bool:
     return is_recent and any((incidents / f"{mark}{its.get('name')}").is_dir() for mark in ("", PARTIAL))
 
 
-def incident_with_core(incidents: Path, fault: Fault) -> str | None:
-    """Return the id of an incident of the same fault, of this day, that has a GPU core; None if absent."""
+def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
+    """Return the id of an earlier incident of the same fault, of this day, that has GPU cores; None if absent."""
+    from sglang_crashkit.incident.judging import judge
+
+    incident.verdict = incident.verdict or judge(incident, None)
+    fault = fault_of(incident.shown()) if keep and not folder.problem else None
+    if fault is None:
+        return None
+    incidents = folder.path.parent
     core = mapping_of(mapping_of(read_faults(incidents).get(fault.key)).get("core"))
     return str(core.get("id")) if _counts(core, incidents, time.time()) else None
 

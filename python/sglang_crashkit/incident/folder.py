@@ -101,14 +101,9 @@ class IncidentFolder:
                 self.discard()
                 raise NoRoomError(errno.ENOSPC, FULL)
 
-    @property
-    def name(self) -> str:
-        """What it is called when it is finished."""
-        return self.final_path.name
-
     def rename(self, kind: str) -> None:
         """Have it called after another kind of incident when it is finished."""
-        name = parse_name(self.name)
+        name = parse_name(self.final_path.name)
         assert name is not None
         self.final_path = self.final_path.with_name(str(replace(name, kind=kind)))
 
@@ -280,21 +275,14 @@ class NullFolder(IncidentFolder):
         self.path = self.final_path = self.opened = Path("nowhere")
         self.problem = reason[:MAX_REASON]
 
-    def rename(self, kind: str) -> None:
-        """Do nothing."""
+    def _do_nothing(self, *_arguments: Any, **_options: Any) -> None:
+        """Take the place of what writes, names or removes the folder."""
+
+    rename = save = append = discard = _do_nothing
 
     def make_room_beside(self, folder: Path, size: int) -> str:
         """Return that there is no incident."""
         return f"{self.problem} (there would be {size} bytes in {folder})"
-
-    def save(self, document: Mapping[str, Any], summary: str, *, is_redacted: bool = False, sync: bool = False) -> None:
-        """Do nothing."""
-
-    def append(self, name: str, lines: Sequence[str]) -> None:
-        """Do nothing."""
-
-    def discard(self) -> None:
-        """Do nothing."""
 
     def write_bytes(self, name: str, data: bytes) -> str:
         """Refuse it."""

@@ -124,14 +124,11 @@ class ServerMarker:
 
     def act_on_time(self) -> float:
         """Touch it, where that is due, and return when it is due next, by the monotonic clock."""
-        if self._now() >= self._due:
-            self._look()
-        return self._due
-
-    def _look(self) -> None:
+        if self._now() < self._due:
+            return self._due
         if self._call is not None and self._now() < self._begun + TOUCH_SECS and not is_reaped(self._pid):
             self._due = self._now() + _LOOK_SECS
-            return
+            return self._due
         self._due = self._now() + TOUCH_SECS
         if self._call is not None:
             call, self._call = self._call, None
@@ -146,17 +143,18 @@ class ServerMarker:
                     if written == _LOST:
                         self._fail(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
                     self._due = float("inf")
-                    return
+                    return self._due
                 self._written = written
         # One that not even SIGKILL ends stands still on that disk, as the next one would.
         if self._pid and not is_reaped(self._pid):
-            return
+            return self._due
         lines, written = self._lines[self._written :], len(self._lines)
         try:
             self._call = ForkedCall(lambda: _touch(self._path, [line() for line in lines], written))
             self._pid, self._begun = self._call.pid, self._now()
         except OSError as error:
             self._fail(error)
+        return self._due
 
     def _add(self, line: Callable[[], Any]) -> None:
         self._lines.append(line)

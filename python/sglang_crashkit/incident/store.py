@@ -196,7 +196,11 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
     wanted = "" if not is_name or text == "latest" else text
     closed: list[OSError] = []
     try:
-        meant = [one for one in find_incidents(place, closed) if _is_meant(one.name, wanted)]
+        meant = [
+            one
+            for one in find_incidents(place, closed)
+            if one.name[-8:].startswith(wanted) or one.name == wanted or one.name.endswith(f"-{wanted}")
+        ]
     except OSError as error:
         raise unreadable_error(error, place) from error
     # What a handler left that was killed is finished at the next start of a server, and is all there is until then.
@@ -219,10 +223,6 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
         is_there = os.access(one.path / "summary.md", os.R_OK)
         raise CrashkitError(f"{one.path}: {one.problem}", next_step=readable if is_there else listed)
     return one
-
-
-def _is_meant(name: str, wanted: str) -> bool:
-    return wanted == "" or name.endswith(f"-{wanted}") or name[-8:].startswith(wanted) or name == wanted
 
 
 def _read(path: Path, keep: Keep | None = None) -> Iterator[StoredIncident]:

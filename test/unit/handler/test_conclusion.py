@@ -16,7 +16,8 @@ from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.handler import conclusion
 from sglang_crashkit.handler.collectors import received
 from sglang_crashkit.handler.collectors.received import divergence_of
-from sglang_crashkit.handler.conclusion import count_repeat, incident_with_core, name_suspects
+from sglang_crashkit.handler.conclusion import count_repeat, name_suspects
+from sglang_crashkit.incident.fingerprint import incident_with_core
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.judging import explain
 from sglang_crashkit.judge import verdict
@@ -223,18 +224,6 @@ def step_of(number: int, rid: str) -> Step:
     return Step(number, float(number), number + 0.5, "processed", "decode", requests, 1, 1, agreed_hash=hash(rid))
 
 
-def told(kind: str, steps: dict[int, list[Step]], folder: Path) -> dict[str, Any]:
-    """Return what an incident says of a divergence, which has the steps in its files."""
-    (folder / "ranks").mkdir()
-    for pid, its in steps.items():
-        text = "".join(json.dumps(one.to_json()) + "\n" for one in its)
-        (folder / f"ranks/scheduler_TP{pid - 10}-{pid}.steps.jsonl").write_text(text)
-    in_memory = {pid: [replace(one, requests=()) for one in its] for pid, its in steps.items()}
-    found = divergence_of(of_ranks(kind), in_memory, folder, 5.0, 4.5)
-    assert found is not None
-    return found
-
-
 ALIKE = [step_of(1, "a"), step_of(2, "a")]
 
 
@@ -252,7 +241,12 @@ ALIKE = [step_of(1, "a"), step_of(2, "a")]
 def test_an_incident_tells_where_the_ranks_diverged(
     tmp_path: Path, kind: str, steps: dict[int, list[Step]], expected: str
 ) -> None:
-    found = told(kind, steps, tmp_path)
+    (tmp_path / "ranks").mkdir()
+    for pid, its in steps.items():
+        text = "".join(json.dumps(one.to_json()) + "\n" for one in its)
+        (tmp_path / f"ranks/scheduler_TP{pid - 10}-{pid}.steps.jsonl").write_text(text)
+    in_memory = {pid: [replace(one, requests=()) for one in its] for pid, its in steps.items()}
+    found = divergence_of(of_ranks(kind), in_memory, tmp_path, 5.0, 4.5)
     assert found.statement.endswith(expected)
     assert (found.request == "b") == ("before" in expected)
     assert found.pids == ((10, 11) if "before" in expected else ())

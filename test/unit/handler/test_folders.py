@@ -357,14 +357,16 @@ def test_nothing_is_removed_before_the_last_process_died(monkeypatch: pytest.Mon
             assert leftovers.clear()[0] == []
             # WHEN the handler let go of the rank, which lives nonetheless
             found = tree.get(int(rank))
-            assert found is not None
             tree.forget(found)
             assert leftovers.clear()[0] == []
             assert all(path.exists() for path in paths)
         finally:
-            handle = tree.root.handle
-            handle.close()
-            end_orphan(int(rank))
+            tree.root.handle.close()
+            # It is not this process's child.
+            orphan = ProcessHandle(int(rank))
+            orphan.send_signal(signal.SIGKILL)
+            assert orphan.has_exited(LONG)
+            orphan.close()
         # WHEN no one is left
         try:
             removed, left = leftovers.clear()
@@ -373,11 +375,3 @@ def test_nothing_is_removed_before_the_last_process_died(monkeypatch: pytest.Mon
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
-
-
-def end_orphan(pid: int) -> None:
-    """Kill a process that is not this one's child, and wait for it."""
-    handle = ProcessHandle(pid)
-    handle.send_signal(signal.SIGKILL)
-    assert handle.has_exited(LONG)
-    handle.close()

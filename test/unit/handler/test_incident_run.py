@@ -27,7 +27,6 @@ from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.retention import NoRoomError, size_of
 from sglang_crashkit.incident.store import find_incidents
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.model.incident import (
     Trigger,
@@ -38,6 +37,7 @@ from sglang_crashkit.settings import MB, DiskLimits, Settings
 from unit.support.killing import run_and_kill
 from unit.support.launching import STARTS
 from unit.support.server_driver import Server
+from unit.support.targets import start_ticks
 from unit.support.tracked import begin_incident
 from unit.support.waiting import LONG, child, wait_until
 
@@ -64,11 +64,6 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     reached("finished")
     run.checkpoint()
     run.refresh()
-
-
-def spool_of(pid: int) -> str:
-    stat = procfs.read_stat(pid)
-    return f".spool-{server_key(pid, stat.start_ticks)}"
 
 
 def check(folder: Path, pid: int, reached: str) -> None:
@@ -119,9 +114,10 @@ def test_a_kill_at_any_step_leaves_what_can_be_finished(tmp_path: Path, monkeypa
     monkeypatch.setattr(unfinished, "AGE_SECS", 0.0)
     reached = ""
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
+        key = server_key(process.pid, start_ticks(process.pid))
         for step in range(MAX_STEPS):
             folder = tmp_path / str(step)
-            spool = folder / "incidents" / spool_of(process.pid)
+            spool = folder / "incidents" / f".spool-{key}"
             spool.mkdir(parents=True)
             record = spool / f"exception-{process.pid}.json"
             record.write_text('{"traceback": ["forward (model.py:7)"]}')
@@ -204,21 +200,19 @@ def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: Proce
 
 
 def test_what_could_not_be_logged_is_logged_later_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
-        run = begin_incident(ProcessTree(process.pid), tmp_path)
-        folder, append = run.folder, run.folder.append
+    run = begin_incident(ProcessTree(os.getpid()), tmp_path)
 
-        def refuse(name: str, lines: Sequence[str]) -> None:
-            raise NoRoomError(errno.ENOSPC, "no room")
+    def refuse(name: str, lines: Sequence[str]) -> None:
+        raise NoRoomError(errno.ENOSPC, "no room")
 
-        monkeypatch.setattr(folder, "append", refuse)
-        run.note(1.0, "first")
+    with monkeypatch.context() as patch:
+        patch.setattr(run.folder, "append", refuse)
+        run.incident.note(1.0, "first")
         run.checkpoint()
-        monkeypatch.setattr(folder, "append", append)
-        run.note(2.0, "second")
-        run.checkpoint()
-        found = read_log(folder.path)
-        run.discard()
+    run.incident.note(2.0, "second")
+    run.checkpoint()
+    found = read_log(run.folder.path)
+    run.discard()
     assert [entry.event for entry in found.timeline] == ["first", "second"]
 
 
@@ -271,11 +265,10 @@ class Broken(Awaited):
 def test_evidence_that_breaks_as_it_is_looked_at_is_not_waited_for(tmp_path: Path) -> None:
     failed: list[str] = []
     row = Collector("broken", Moment.ASK, lambda *_: Broken())
-    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
-        note_error = lambda name, _error: failed.append(name)  # noqa: E731
-        run = begin_incident(ProcessTree(process.pid), tmp_path, collectors=(row,), note_error=note_error)
-        run.take(Moment.ASK)
-        assert run.is_waiting
-        run.look()
-        assert (run.is_waiting, failed) == (False, ["the answer to Broken"])
-        run.discard()
+    note_error = lambda name, _error: failed.append(name)  # noqa: E731
+    run = begin_incident(ProcessTree(os.getpid()), tmp_path, collectors=(row,), note_error=note_error)
+    run.take(Moment.ASK)
+    assert run.is_waiting
+    run.look()
+    assert (run.is_waiting, failed) == (False, ["the answer to Broken"])
+    run.discard()

@@ -81,7 +81,7 @@ def publisher(incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         writer.words[LOOP_TIME] = sign
         received.heartbeats.follow(rank, writer.fd)
 
-    def show(gauges: list[Gauge]) -> None:
+    def show(_event: str, gauges: list[Gauge]) -> None:
         (tmp_path / "shown").write_text(json.dumps(gauges))
 
     def make(arguments: dict[str, Any], **environ: str) -> MetricsPublisher:

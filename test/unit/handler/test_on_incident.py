@@ -51,7 +51,6 @@ def outcome_of(incident: Path) -> Callable[..., dict[str, Any]]:
     def run(command: str, **environ: str) -> dict[str, Any]:
         outcome = run_command(incident, dict(os.environ) | {COMMAND_SECS: str(LONG), COMMAND: command} | environ)
         assert outcome == json.loads((incident / OUTCOME).read_text())
-        assert outcome is not None
         return outcome
 
     return run

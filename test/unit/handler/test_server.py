@@ -155,7 +155,6 @@ def test_an_announced_teardown_leaves_nothing(start_server: Start) -> None:
     assert server.wait_for_the_end() is None
     assert not server.runtime.exists()
     assert not server.spool.exists()
-    assert server.crash_folder is not None
     assert sorted(os.listdir(server.crash_folder / HOST)) == ["crash_handler.log", "incidents"]  # noqa: PTH208
     assert list((server.crash_folder / HOST / "incidents").iterdir()) == []
 
@@ -197,7 +196,6 @@ def test_a_handler_that_dies_does_not_hold_up_the_server(start_server: Start) ->
     server.say("tell scheduler_TP0 raise x")
     assert server.line() == "sigquit"
     assert server.process.wait(LONG) == ServerExit.CRASHED
-    assert server.crash_folder is not None
     assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
 
 
@@ -345,7 +343,6 @@ def test_an_unwritten_crash_ends_the_server_with_its_status(
     message = tmp_path / "message"
     message.touch()
     server = start_server(environ={TERMINATION_LOG: str(message)})
-    assert server.crash_folder is not None
     for folder in (server.crash_folder / HOST, server.fallback):
         shutil.rmtree(folder / "incidents", ignore_errors=True)
         (folder / "incidents").write_text("a file")

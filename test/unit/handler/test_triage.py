@@ -164,6 +164,7 @@ STORIES: dict[str, list[Step]] = {
     ],
     "what was announced is no incident": [
         (1.0, torn_down(RANK, tree_of=RANK), ""),
+        (1.0, told("exception", RANK, soft=True), "drop_record answer_captured"),
         (1.1, ended(RANK, "SIGKILL"), "mark_exited forget_process"),
         (1.2, ended(OTHER, "SIGKILL"), KILLED),
     ],
@@ -214,6 +215,8 @@ STORIES: dict[str, list[Step]] = {
         (1.0, told("draining"), "note:draining"),
         (1.1, ended(RANK, 0), "mark_exited forget_process"),
         (1.2, told("exception", OTHER, caught=True), "drop_record answer_captured"),
+        # One that exits as it was asked to.
+        (1.3, told("exception", OTHER, soft=True), "drop_record answer_captured"),
     ],
     "its later exit joins it": [
         (1.0, told("exception", RANK), RAISED),
@@ -325,14 +328,6 @@ STORIES: dict[str, list[Step]] = {
         (0.9, told("draining"), "note:draining"),
         (1.0, observed(withdrawable=True), "open:hang permit:observe"),
         (2.0, ended(OTHER, "SIGTERM"), "discard mark_exited forget_process"),
-    ],
-    "a rank that exits as it was asked to": [
-        (0.9, told("draining"), "note:draining"),
-        (1.0, told("exception", RANK, soft=True), "drop_record answer_captured"),
-    ],
-    "a rank that exits as it was announced": [
-        (0.9, torn_down(RANK, RANK), ""),
-        (1.0, told("exception", RANK, soft=True), "drop_record answer_captured"),
     ],
     "once its incident is whole it stays": [
         (0.9, told("draining"), "note:draining"),

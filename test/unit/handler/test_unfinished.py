@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,11 @@ from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import private_files
 from unit.support.killing import run_and_kill
-from unit.support.stored import NOON, make_incident
+from unit.support.stored import NOON, finish_at_once, make_incident
 from unit.support.waiting import LONG, child
 
+#: A server, and its spool.
+SERVER, SPOOL = {"pid": 77, "start_ticks": 1, "pid_namespace": 5, "hostname": "h"}, ".spool-77-1-5"
 REPORT = {"pid": 8, "title": "sglang::scheduler_TP1", "role": "scheduler", "evidence": []}
 HOLD = """
 from pathlib import Path
@@ -103,41 +103,41 @@ def test_pieces_that_the_last_checkpoint_does_not_list_are_listed(tmp_path: Path
 
 
 def test_a_failing_ranks_own_record_is_taken_in(tmp_path: Path) -> None:
-    server = {"pid": 77, "start_ticks": 1, "pid_namespace": 5, "hostname": "h"}
     theirs = [f".spool-{key}/exception-8.json" for key in ("77-2-5", "78-1-5", "77-1-6")]
-    for name in (".spool-77-1-5/exception-8.json", ".spool-77-1-5/exception-99.json", *theirs):
+    for name in (f"{SPOOL}/exception-8.json", f"{SPOOL}/exception-99.json", *theirs):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"message": "mine", "api_key": "verysecret1234"}')
-    abandon(tmp_path, processes=[REPORT], server=server)
+    abandon(tmp_path, processes=[REPORT], server=SERVER)
     (path,) = finish_abandoned(tmp_path)
     (_stack, piece) = document_of(path)["processes"][0]["evidence"]
     assert (piece["kind"], piece["status"]) == ("exception", "captured")
     record = json.loads((path / piece["path"]).read_text())
     assert record["message"] == "mine"
     assert "verysecret" not in record["api_key"]
-    assert not (tmp_path / ".spool-77-1-5" / "exception-8.json").exists()
-    assert (tmp_path / ".spool-77-1-5" / "exception-99.json").exists()
+    assert not (tmp_path / SPOOL / "exception-8.json").exists()
+    assert (tmp_path / SPOOL / "exception-99.json").exists()
     assert all((tmp_path / name).exists() for name in theirs)
 
 
+@pytest.fixture
+def last_record(tmp_path: Path) -> None:
+    """Leave what a rank wrote of the exception that ended it."""
+    (tmp_path / SPOOL).mkdir()
+    (tmp_path / SPOOL / "exception-8.json").write_text('{"message": "the last one"}')
+
+
+@pytest.mark.usefixtures("last_record")
 def test_the_record_that_ended_a_rank_stays_beside_one_that_sglang_caught(tmp_path: Path) -> None:
-    spool = tmp_path / ".spool-77-1-5"
-    spool.mkdir()
-    (spool / "exception-8.json").write_text('{"message": "the last one"}')
     caught = {"ranks/x-8.exception.json": '{"message": "caught"}'}
-    server = {"pid": 77, "start_ticks": 1, "pid_namespace": 5, "hostname": "h"}
-    abandon(tmp_path, processes=[REPORT], server=server, pieces=caught)
+    abandon(tmp_path, processes=[REPORT], server=SERVER, pieces=caught)
     (path,) = finish_abandoned(tmp_path)
     said = sorted(json.loads(each.read_text())["message"] for each in path.glob("ranks/*.exception*.json"))
     assert said == ["caught", "the last one"]
 
 
+@pytest.mark.usefixtures("last_record")
 def test_what_is_no_file_beside_a_record_holds_nothing_up(tmp_path: Path) -> None:
-    spool = tmp_path / ".spool-77-1-5"
-    spool.mkdir()
-    (spool / "exception-8.json").write_text('{"message": "the last one"}')
-    server = {"pid": 77, "start_ticks": 1, "pid_namespace": 5, "hostname": "h"}
-    partial = abandon(tmp_path, processes=[REPORT], server=server, pieces={"ranks/y-9.txt": "y"})
+    partial = abandon(tmp_path, processes=[REPORT], server=SERVER, pieces={"ranks/y-9.txt": "y"})
     os.mkfifo(partial / "ranks" / "x-8.exception.json")
     (path,) = finish_abandoned(tmp_path)
     assert json.loads((path / "ranks" / "rank-8.exception1.json").read_text()) == {"message": "the last one"}
@@ -217,14 +217,7 @@ def test_one_that_cannot_be_read_is_named_and_stays(
 def test_two_at_a_time_finish_each_incident_once(tmp_path: Path) -> None:
     for number in range(30):
         abandon(tmp_path, seconds=NOON + number)
-    code = "import sys; from pathlib import Path; from sglang_crashkit.handler.unfinished import finish_abandoned\n"
-    code += "print(len(finish_abandoned(Path(sys.argv[1]))))"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    counts = [int(process.communicate(timeout=LONG)[0]) for process in processes]
-    assert sum(counts) == 30
+    assert finish_at_once(tmp_path) == 30
     assert all(found.finished and found.document for found in find_incidents(tmp_path))
 
 

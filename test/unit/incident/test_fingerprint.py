@@ -207,7 +207,6 @@ for number in range(25):
 
 
 LOOP = ["spin (model.py:7)", "forward (model.py:3)", "run_batch (scheduler.py:2)", "event_loop (scheduler.py:1)"]
-OUTER = ["main (scheduler.py:9)"]
 
 
 def hung(doing: list[str], *, kind: str = "hang", first: int | None = 8, **more: Any) -> dict[str, Any]:
@@ -241,7 +240,7 @@ def test_a_hang_is_the_same_whatever_line_it_is_on(doing: list[str]) -> None:
     [
         hung(["elsewhere (model.py:7)", "compute (model.py:3)", *LOOP[2:]]),
         hung(["spin (other.py:7)", "forward (other.py:3)", *LOOP[2:]]),
-        hung(["x (a.py:1)", "y (a.py:1)", "z (a.py:1)", *OUTER]),
+        hung(["x (a.py:1)", "y (a.py:1)", "z (a.py:1)", "main (scheduler.py:9)"]),
         hung(LOOP, kind="exception"),
         hung(LOOP, role="detokenizer"),
         hung(LOOP, state={"State": "T (stopped)"}),

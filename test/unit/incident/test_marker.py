@@ -32,7 +32,7 @@ from sglang_crashkit.sources.incident import read_incident
 from sglang_crashkit.sources.text.reader import read
 from unit.support.killing import run_and_kill
 from unit.support.small_disk import fill, mounted
-from unit.support.stored import make_incident
+from unit.support.stored import finish_at_once, make_incident
 from unit.support.waiting import LONG, wait_until
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -57,7 +57,6 @@ def leave(incidents: Path, *, pid: int = GONE.pid, ticks: int = 1, age: float = 
 def told(incidents: Path) -> dict[str, Any]:
     """Return the only incident there is."""
     (found,) = find_incidents(incidents)
-    assert found.document is not None
     assert found.finished
     assert_fits(found.document)
     return found.document
@@ -168,7 +167,6 @@ def test_the_cgroup_and_the_kernel_are_quoted(tmp_path: Path, monkeypatch: pytes
 
 def test_a_server_at_work_has_not_vanished(tmp_path: Path) -> None:
     own = procfs.read_stat(os.getpid())
-    assert own is not None
     spool = leave(tmp_path, pid=1, pid_namespace=1)
     # Of another container, and its handler holds the lock; and one in this namespace that lost its handler.
     lock = FolderLock(spool)
@@ -220,11 +218,7 @@ def test_a_marker_that_says_nothing_costs_nothing(tmp_path: Path, content: str) 
 def test_two_starts_at_once_make_one_incident_of_each(tmp_path: Path) -> None:
     for ticks in range(12):
         leave(tmp_path, ticks=ticks + 1, age=600.0 + ticks)
-    code = "import sys; from pathlib import Path; from sglang_crashkit.handler.unfinished import finish_abandoned\n"
-    code += "print(len(finish_abandoned(Path(sys.argv[1]))))"
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert sum(int(start.communicate(timeout=LONG)[0]) for start in starts) == 12
+    assert finish_at_once(tmp_path) == 12
     assert len(find_incidents(tmp_path)) == 12
 
 

@@ -233,5 +233,12 @@ def piece_of(report: dict[str, Any], kind: str) -> dict[str, Any]:
     return found
 
 
+def piece_if_any(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:
+    """Return the piece of evidence of a kind that an incident has of a process of SGLang; empty where it has none."""
+    found = [piece for piece in report_of(document, title)["evidence"] if piece["kind"] == kind]
+    assert len(found) <= 1
+    return found[0] if found else {}
+
+
 def events_of(document: dict[str, Any]) -> list[str]:
     return [entry["event"] for entry in document["timeline"]]

@@ -13,6 +13,7 @@ from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger
 from sglang_crashkit.model.incident_log import LOG, IncidentLog
 from sglang_crashkit.settings import DiskLimits
+from unit.support.waiting import LONG
 
 NOON = 1_700_000_000.25
 #: Incidents of real servers, with other names of hosts and folders.
@@ -64,6 +65,15 @@ def make_incident(
     # As if its writer had died.
     folder.ownership.release()
     return folder.path
+
+
+def finish_at_once(incidents: Path) -> int:
+    """Have three processes at once finish what was left in a folder, and return how many incidents they finished."""
+    code = "import sys; from pathlib import Path; from sglang_crashkit.handler.unfinished import finish_abandoned\n"
+    code += "print(len(finish_abandoned(Path(sys.argv[1]))))"
+    command = [sys.executable, "-c", code, str(incidents)]
+    starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    return sum(int(start.communicate(timeout=LONG)[0]) for start in starts)
 
 
 def golden(name: str) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from sglang_crashkit.capture.gpu_facts import XidWatch, ask_driver, facts_of, ha
 from sglang_crashkit.capture.tools import BackgroundTool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
-from sglang_crashkit.handler.conclusion import incident_with_core
 from sglang_crashkit.handler.incident_run import Awaited, IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.incident.fingerprint import incident_with_core
 from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.stack_hooks import HookFiles
@@ -119,7 +119,7 @@ class _DriversAnswer(Awaited):
             told.lines.insert(0, facts.reason)
         for event in told.xids:
             pids = [one.pid for one in event.processes]
-            run.note(event.time, "xid", number=event.xid, gpu=event.bus_id, pids=pids, source=event.source)
+            run.incident.note(event.time, "xid", number=event.xid, gpu=event.bus_id, pids=pids, source=event.source)
         if not facts.driver:
             _add_facts(run, "failed", facts.reason or "the driver said nothing", facts.seconds)
             return
@@ -177,7 +177,7 @@ class FlightRecorders(Awaited):
                 self._missing.append((None, f"{_name(process)}: it was dead before it could be asked."))
         if self._under_way:
             pids = sorted({asked.process.pid for asked in self._under_way})
-            run.note(clock.now(), "flight_recorders_asked", pids=pids)
+            run.incident.note(clock.now(), "flight_recorders_asked", pids=pids)
 
     @property
     def is_done(self) -> bool:
@@ -229,11 +229,10 @@ class FlightRecorders(Awaited):
         self._fail(asked, f"{reason}: {asked.request.leftover()}")
 
     def _ask(self, process: TrackedProcess, recorder: Recorder, request: FlightRequest | GlooRequest | None) -> None:
-        stat = procfs.read_stat(process.pid)
         try:
             if request is None:
                 raise FlightDumpError("PyTorch was not told where to be asked for it when the process started")
-            if stat is not None and stat.state in "Tt":
+            if process.state in "Tt":
                 words = "reads no pipe" if recorder == "nccl" else "cannot answer"
                 raise FlightDumpError(f"it is stopped and {words}")
             request.send()
@@ -275,12 +274,9 @@ class FlightRecorders(Awaited):
             asked.request.close()
         piece.seconds = round(time.monotonic() - self._began, 3)
         self._run.report(asked.process).evidence.append(piece)
-        if self.is_done:
-            self._compare()
-
-    def _compare(self) -> None:
-        """Take into the incident what the dumps say together."""
-        # Do not report a missing NCCL dump where no rank uses NCCL; so with gloo.
+        if not self.is_done:
+            return
+        # What the dumps say together. Do not report a missing NCCL dump where no rank uses NCCL; so with gloo.
         used = {None, *(record.recorder for record in self._records)} | self._failed
         missing = [line for recorder, line in self._missing if recorder in used]
         findings = []
@@ -345,7 +341,7 @@ class Cores(Awaited):
         for core in living:
             self._ask(core, earlier)
         if self._under_way:
-            run.note(clock.now(), "cuda_cores_asked", pids=sorted(self.pids_of("cuda_core")))
+            run.incident.note(clock.now(), "cuda_cores_asked", pids=sorted(self.pids_of("cuda_core")))
         for core in cores:
             if core.process.exited_at is not None:
                 self._take_left_behind(core)
@@ -423,7 +419,7 @@ class Cores(Awaited):
             which = "" if self._run.folder.problem else self._run.folder.make_room_beside(longest.request.folder, 0)
         if which:
             logger.warning("GPU cores are cut short: %s", which)
-            self._run.note(clock.now(), "cuda_cores_cut_short", reason=which, bytes=sizes)
+            self._run.incident.note(clock.now(), "cuda_cores_cut_short", reason=which, bytes=sizes)
             self.give_up(f"cut short, {which}")
 
     def _how_long(self) -> str:
@@ -434,7 +430,7 @@ class Cores(Awaited):
 
     def _ask(self, core: _Core, earlier: str | None) -> None:
         """Ask for a core; `earlier` is the incident of the same fault that has some."""
-        settings, stat, request = self._settings, procfs.read_stat(core.process.pid), core.request
+        settings, request = self._settings, core.request
         has_raised = any(piece.kind == "exception" for piece in core.report.evidence)
         if request.is_watchable and request.join():
             logger.info("process %d writes a GPU core by itself", core.process.pid)
@@ -449,7 +445,7 @@ class Cores(Awaited):
             reason = f"the same fault as in incident {earlier}, which has its cores"
         elif has_raised:
             reason = "it raised an exception, and ends by itself"
-        elif stat is not None and stat.state in "Tt":
+        elif core.process.state in "Tt":
             reason = "it is stopped and reads no pipe"
         elif settings.core_wait_secs <= 0:
             reason = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS leaves no time for it"

@@ -76,15 +76,6 @@ def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool) -
     """Put a dead process's exit into its report, once; `raised` says that it had reported an exception before."""
     if report.exit is not None and report.exit.cause != "unknown":
         return
-    report.exit = _exit_of(process, raised=raised)
-    report.evidence = [piece for piece in report.evidence if piece.kind != "exit"]
-    is_known = process.handle.exit_status().known
-    reason = None if is_known else report.exit.detail
-    report.evidence.insert(0, Evidence("exit", "captured" if is_known else "failed", reason=reason))
-
-
-def _exit_of(process: TrackedProcess, *, raised: bool) -> Exit:
-    """Return how a dead process ended and why, as far as the evidence goes."""
     status, code, signal = process.handle.exit_status(), None, None
     cause: ExitCause
     if process.ended_with_parent:
@@ -106,7 +97,10 @@ def _exit_of(process: TrackedProcess, *, raised: bool) -> Exit:
     else:
         cause, code = "exception" if raised else "exit_status", status.code
         detail = "it had reported a Python exception" if raised else "no Python exception was reported"
-    return Exit(code, signal, cause, detail, iso_time(process.exited_at or 0.0))
+    report.exit = Exit(code, signal, cause, detail, iso_time(process.exited_at or 0.0))
+    reason = None if status.known else detail
+    others = [piece for piece in report.evidence if piece.kind != "exit"]
+    report.evidence = [Evidence("exit", "captured" if status.known else "failed", reason=reason), *others]
 
 
 def take_states(run: IncidentRun, _deadline: float) -> None:
@@ -173,7 +167,7 @@ def take_stacks(run: IncidentRun, deadline: float) -> None:
     else:
         _sample_all(run, living, deadline, run.rounds if run.incident.kind == "hang" else None)
     if run.captures is not Capture.NONE:
-        run.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - began, 4))
+        run.incident.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - began, 4))
     run.checkpoint()
 
 
@@ -197,7 +191,10 @@ def _sample_all(run: IncidentRun, living: Sequence[TrackedProcess], deadline: fl
         raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
         _keep("stack", sample, process, run, snapshot, report.doing if raised else doing)
         if snapshot is not None:
-            report.samples[-1] = _with_stack(report.samples[-1], sample, doing)
+            thread = sample.main_thread
+            threads = (replace(thread, frames=_below_hooks(thread.frames)),) if thread is not None else ()
+            gil = "main" if thread is not None and thread.owns_gil else sample.gil
+            report.samples[-1] = replace(report.samples[-1], threads=threads, gil=gil, doing=tuple(doing))
         if sample.threads and not raised and (snapshot in (None, 1) or not report.doing):
             # One that raised has left what it was doing; its own record says what that was. What was seen is told even
             # where there was no room to write all of it. A round that gave nothing does not count as the first one.
@@ -223,7 +220,7 @@ def take_native_stacks(run: IncidentRun, deadline: float) -> None:
         _keep("native_stack", sample, wanted[sample.pid], run)
     for pid, obstacle in obstacles.items():
         run.report(wanted[pid]).evidence.append(Evidence("native_stack", "skipped", reason=obstacle))
-    run.note(clock.now(), "native_stacks", processes=len(living), seconds=round(clock.now() - began, 4))
+    run.incident.note(clock.now(), "native_stacks", processes=len(living), seconds=round(clock.now() - began, 4))
     run.checkpoint()
 
 
@@ -268,13 +265,6 @@ def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
     """Return the innermost frames of the main thread that are not the kit's own, innermost first."""
     thread = main_thread(threads, pid)
     return _of_interest(thread.frames if thread else ())
-
-
-def _with_stack(before: Sample, captured: Sample, doing: list[str]) -> Sample:
-    thread = captured.main_thread
-    threads = (replace(thread, frames=_below_hooks(thread.frames)),) if thread is not None else ()
-    gil = "main" if thread is not None and thread.owns_gil else captured.gil
-    return replace(before, threads=threads, gil=gil, doing=tuple(doing))
 
 
 def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:

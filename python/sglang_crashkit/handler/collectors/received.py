@@ -18,7 +18,7 @@ from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergen
 from sglang_crashkit.analysis.ranks import rank_at
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
-from sglang_crashkit.handler.collectors.requests import add_journal, export_requests
+from sglang_crashkit.handler.collectors.requests import export_requests
 from sglang_crashkit.handler.heartbeats import Heartbeats, Pauses, modes_of
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -49,6 +49,9 @@ _LAST, _REQUESTS_OF_LAST = 5, 8
 ENVIRONMENT = "environment.json"
 #: SGLang's names of how the model is spread, as far as they are numbers.
 _SIZES = ("tp", "pp", "dp", "attn_dp", "ep", "attn_cp", "moe_dp", "nnodes", "node_rank")
+#: The part of ``environment.json`` that ``incident.json`` repeats, for the summary and for a quick look.
+_IN_SHORT = ("model", "parallel", "versions", "started", "uptime_secs", "ready_since", "place")
+_MEMORY, _SHARED = ("limit_bytes", "used_bytes", "peak_bytes", "events"), ("total_bytes", "used_bytes")
 
 
 class Received:
@@ -196,12 +199,18 @@ class RequestJournals(HeldMemory):
         if self.dropped:
             words = f"the journals of {self.dropped} processes that had ended before were dropped"
             told.reason = f"{told.reason}; {words}" if told.reason else words
-        add_journal(run.incident.requests, told)
+        requests = run.incident.requests
+        requests.journal = told
+        if requests.source is None and told.path:
+            # What the journals told counts where the server did not say what it saved.
+            requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"
         own = frozenset(rid for rid, are_all in checks.items() if are_all)
         for report in run.incident.processes:
             if report.steps is not None:
                 report.steps.checks = own
-        run.note(clock.now(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
+        run.incident.note(
+            clock.now(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason
+        )
         run.checkpoint()
         self.taken = dead
 
@@ -320,7 +329,15 @@ class ProcessLogs(HeldMemory):
 
     def take(self, run: IncidentRun, deadline: float) -> None:
         """Put the logs of the server's own processes into an incident, whose requests are there; each takes 0.1 s."""
-        prompts = _prompts_in(run.folder.path / REQUESTS)
+        prompts: list[str] = []
+        with contextlib.suppress(OSError), open_regular(run.folder.path / REQUESTS) as file:
+            # Those of the first requests, which are those under way.
+            for line in islice(iter(lambda: file.readline(_MAX_LINE), b""), _MAX_PROMPTS):
+                # The last one may be cut off where the disk is full.
+                with contextlib.suppress(ValueError, AttributeError, RecursionError):
+                    text = json.loads(line).get("text")
+                    texts = text if isinstance(text, list) else [text]
+                    prompts += [one[:_MAX_COMPARED] for one in texts[:_MAX_TEXTS] if isinstance(one, str)]
         for process in run.tree:
             if process.matters:
                 piece = _guarded("log", self._piece_of, process, run, prompts, deadline)
@@ -377,19 +394,6 @@ def _without_prompts(texts: Sequence[str], prompts: Sequence[str], deadline: flo
     return found
 
 
-def _prompts_in(path: Path) -> list[str]:
-    """Return the prompts of the first requests in an incident's file, those under way first."""
-    found = []
-    with contextlib.suppress(OSError), open_regular(path) as file:
-        for line in islice(iter(lambda: file.readline(_MAX_LINE), b""), _MAX_PROMPTS):
-            # The last one may be cut off where the disk is full.
-            with contextlib.suppress(ValueError, AttributeError, RecursionError):
-                text = json.loads(line).get("text")
-                texts = text if isinstance(text, list) else [text]
-                found += [one[:_MAX_COMPARED] for one in texts[:_MAX_TEXTS] if isinstance(one, str)]
-    return found
-
-
 def _in_step(step: Step, seconds: float) -> InStep:
     return InStep(
         number=step.number,
@@ -428,7 +432,11 @@ class ServerEnvironment:
     def take(self, run: IncidentRun, deadline: float) -> None:
         """Put ``environment.json`` into an incident that is about to be finished; ten processes take about 0.05 s."""
         document = self._gather(run.tree, deadline)
-        run.incident.environment = lenient.read(_environment_in_short(document), incident.Surroundings)
+        memory, shared = document.get("cgroup", {}).get("memory", {}), document.get("shared_memory", {})
+        in_short = {name: document[name] for name in _IN_SHORT if name in document} | {"path": ENVIRONMENT}
+        in_short["memory"] = {name: memory[name] for name in _MEMORY if name in memory}
+        in_short["shared_memory"] = {name: shared[name] for name in _SHARED if name in shared}
+        run.incident.environment = lenient.read(in_short, incident.Surroundings)
         piece = write_piece("environment", run.folder.write_json, ENVIRONMENT, document)
         run.report(run.tree.root).evidence.append(piece)
 
@@ -488,18 +496,3 @@ class ServerEnvironment:
             logger.warning("what the server reported of its launch cannot be read: %s", error)
             return {}
         return told if isinstance(told, dict) else {}
-
-
-#: The part of ``environment.json`` that ``incident.json`` repeats, for the summary and for a quick look.
-_IN_SHORT = ("model", "parallel", "versions", "started", "uptime_secs", "ready_since", "place")
-_MEMORY, _SHARED = ("limit_bytes", "used_bytes", "peak_bytes", "events"), ("total_bytes", "used_bytes")
-
-
-def _environment_in_short(document: Mapping[str, Any]) -> dict[str, Any]:
-    memory, shared = document.get("cgroup", {}).get("memory", {}), document.get("shared_memory", {})
-    return {
-        "path": ENVIRONMENT,
-        **{name: document[name] for name in _IN_SHORT if name in document},
-        "memory": {name: memory[name] for name in _MEMORY if name in memory},
-        "shared_memory": {name: shared[name] for name in _SHARED if name in shared},
-    }

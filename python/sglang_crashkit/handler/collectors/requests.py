@@ -94,7 +94,10 @@ def export_requests(
         make_private_folder((folder / REQUESTS).parent)
         (folder / REQUESTS).unlink(missing_ok=True)
         with create_private(folder / REQUESTS) as file:
-            _write_all(_in_order(readers, seconds - KEPT_SECS), file, charge, result, deadline, checks)
+            every = [(pid, reader, one) for pid, reader in readers for one in reader.requests]
+            kept = [one for one in every if one[2].ended is None or one[2].ended > seconds - KEPT_SECS]
+            kept.sort(key=lambda one: one[2].ended is not None)
+            _write_all(kept, file, charge, result, deadline, checks)
             file.flush()
             os.fsync(file.fileno())
         result.path = REQUESTS
@@ -185,15 +188,6 @@ def is_health_check(fields: Mapping[str, Any]) -> bool:
     )
 
 
-def _in_order(
-    readers: Sequence[tuple[int, JournalReader]], since: float
-) -> list[tuple[int, JournalReader, JournaledRequest]]:
-    """Return those that have not ended, then those that ended after a time."""
-    every = [(pid, reader, request) for pid, reader in readers for request in reader.requests]
-    kept = [one for one in every if one[2].ended is None or one[2].ended > since]
-    return sorted(kept, key=lambda one: one[2].ended is not None)
-
-
 def requests_of(fields: dict[str, Any]) -> Requests:
     """Return the requests that one process says it saved.
 
@@ -221,10 +215,3 @@ def add(before: Requests, now: Requests) -> Requests:
         reason=None if path else now.reason,
         source="pickle" if path else None,
     )
-
-
-def add_journal(requests: Requests, told: JournaledRequests) -> None:
-    """Add what the journals told, which counts where the server did not."""
-    requests.journal = told
-    if requests.source is None and told.path:
-        requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"

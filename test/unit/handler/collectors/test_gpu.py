@@ -24,7 +24,7 @@ from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.model.flight_dump import parse_dump
 from unit.support.flight_dumps import document, entry, pickled
 from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
-from unit.support.server_driver import HOST, Server, crash, document_of, events_of, report_of
+from unit.support.server_driver import HOST, Server, crash, document_of, events_of, piece_if_any
 from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
@@ -210,16 +210,8 @@ def record_gloo(server: Server, tmp_path: Path, rank: int, content: dict[str, An
     assert server.ask(f"tell scheduler_TP{rank} beat") == "beating"
 
 
-def finished_of(server: Server) -> dict[str, Any]:
-    """Return the incident of a server that goes on."""
-    stored = server.incident()
-    return stored.document | {"folder": stored.path}
-
-
 def piece_of(told: dict[str, Any], title: str, kind: str = "flight_recorder") -> dict[str, Any]:
-    found = [piece for piece in report_of(told, title)["evidence"] if piece["kind"] == kind]
-    assert len(found) <= 1
-    return found[0] if found else {}
+    return piece_if_any(told, title, kind)
 
 
 @pytest.mark.story
@@ -257,7 +249,8 @@ def test_a_hang_names_the_rank_that_is_behind(
             record_gloo(server, tmp_path, rank, content)
     for rank in (0, 1):
         assert server.ask(f"tell scheduler_TP{rank} hush") == "silent"
-    told = finished_of(server)
+    stored = server.incident()
+    told = stored.document | {"folder": stored.path}
     (finding,) = told["collectives"]["findings"]
     ahead, behind = server.ranks["scheduler_TP0"], server.ranks["scheduler_TP1"]
     assert (finding["kind"], finding["level"]) == ("behind", "established")

@@ -17,7 +17,7 @@ from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
 from sglang_crashkit.incident.exit_status import ServerExit
 from unit.capture.cuda_core.synthetic_core import core_bytes
 from unit.support.flight_dumps import document, entry, pickled
-from unit.support.server_driver import HOST, Server, crash, document_of, events_of, piece_of, report_of
+from unit.support.server_driver import HOST, Server, crash, document_of, events_of, piece_if_any, piece_of, report_of
 from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
@@ -63,11 +63,15 @@ def cuda_gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 
 def core_of(server: Server, document: dict[str, Any], title: str) -> dict[str, Any]:
-    report = report_of(document, title)
-    assert report["pid"] == server.ranks[title]
-    found = [piece for piece in report["evidence"] if piece["kind"] == "cuda_core"]
-    assert len(found) <= 1
-    return found[0] if found else {}
+    assert report_of(document, title)["pid"] == server.ranks[title]
+    return piece_if_any(document, title, "cuda_core")
+
+
+def crash_with_core(server: Server, how: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Kill the second rank of a server, whose first one writes a core so; return the incident and its piece."""
+    assert server.ask(f"tell scheduler_TP0 cuda {how}") == "listening"
+    told = crash(server, status=ServerExit.KILLED)
+    return told, core_of(server, told, "scheduler_TP0")
 
 
 @pytest.mark.parametrize(
@@ -132,9 +136,7 @@ def test_a_core_is_waited_for_or_the_reason_is_said(
 def test_the_servers_end_waits_while_a_core_is_written(start_gpu_server: Start, cuda_gdb: Behaves) -> None:
     # Longer than the whole budget of the incident, and than what the server waits for by itself.
     server = start_gpu_server(SGLANG_CRASHKIT_BUDGET_SECS="4", SGLANG_CRASHKIT_END_SECS="1")
-    assert server.ask("tell scheduler_TP0 cuda 5 1") == "listening"
-    told = crash(server, status=ServerExit.KILLED)
-    piece = core_of(server, told, "scheduler_TP0")
+    told, piece = crash_with_core(server, "5 1")
     assert (piece["status"], piece["reason"]) == ("captured", None)
     assert piece["seconds"] > 4.0
     path = (told["folder"] / piece["path"]).resolve()
@@ -184,9 +186,7 @@ def test_a_core_that_cuda_gdb_does_not_bear_costs_no_more_than_its_account(
     start_gpu_server: Start, cuda_gdb: Behaves, script: str, why: str
 ) -> None:
     cuda_gdb(script)
-    server = start_gpu_server(SGLANG_CRASHKIT_EXIT_SECS="12")
-    assert server.ask("tell scheduler_TP0 cuda 0.1 1") == "listening"
-    told = crash(server, status=ServerExit.KILLED)
+    told, _core = crash_with_core(start_gpu_server(SGLANG_CRASHKIT_EXIT_SECS="12"), "0.1 1")
     piece = piece_of(report_of(told, "scheduler_TP0"), "gpu_kernels")
     assert (piece["status"], told["complete"]) == ("failed", True)
     assert why in piece["reason"]
@@ -234,10 +234,8 @@ def test_the_flight_recorder_comes_before_the_core(start_gpu_server: Start, tmp_
 
 def test_all_that_the_end_waits_for_has_one_end(start_gpu_server: Start) -> None:
     server = start_gpu_server(**{WAIT: "60", "SGLANG_CRASHKIT_EXIT_SECS": "8", "SGLANG_CRASHKIT_END_SECS": "1"})
-    assert server.ask("tell scheduler_TP0 cuda 60 1 - 600") == "listening"
     before = time.monotonic()
-    told = crash(server, status=ServerExit.KILLED)
-    piece = core_of(server, told, "scheduler_TP0")
+    _told, piece = crash_with_core(server, "60 1 - 600")
     assert piece["status"] == "failed"
     reason = "cut short, as the server's end waits no longer than SGLANG_CRASHKIT_EXIT_SECS (8 s): "
     assert piece["reason"].startswith(reason)
@@ -250,9 +248,7 @@ def test_all_that_the_end_waits_for_has_one_end(start_gpu_server: Start) -> None
 
 def test_a_core_that_grows_too_long_is_cut_short(start_gpu_server: Start) -> None:
     server = start_gpu_server(SGLANG_CRASHKIT_MAX_CORE_MB="0.00195313")
-    assert server.ask("tell scheduler_TP0 cuda 60 1 - 600") == "listening"
-    told = crash(server, status=ServerExit.KILLED)
-    piece = core_of(server, told, "scheduler_TP0")
+    told, piece = crash_with_core(server, "60 1 - 600")
     assert piece["status"] == "failed"
     pid = server.ranks["scheduler_TP0"]
     assert piece["reason"].startswith(

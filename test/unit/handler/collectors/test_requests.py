@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.collectors.received import RequestJournals
+from sglang_crashkit.handler.collectors.received import HeldMemory, RequestJournals, StepRecords
 from sglang_crashkit.handler.collectors.requests import export_requests
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import REQUESTS
@@ -123,13 +123,17 @@ def test_workers_and_engines_that_come_and_go_do_not_make_it_grow(tmp_path: Path
     tree.close()
 
 
-def test_what_is_no_journal_is_not_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journals, before = RequestJournals(), len(descriptors())
-    journals.follow(worker(7), None)
-    with (tmp_path / "file").open("wb") as file:
-        journals.follow(worker(7), file.fileno())
-    assert len(descriptors()) == before
-    assert caplog.text.count("passed on no request journal") == 2
+@pytest.mark.parametrize("kind", [RequestJournals, StepRecords])
+def test_what_is_no_journal_or_record_is_not_held(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[HeldMemory]
+) -> None:
+    memory, before = kind(), len(descriptors())
+    memory.follow(worker(7), None)
+    for descriptor in (os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), os.memfd_create("sglang-crashkit-steps")):
+        memory.follow(worker(7), descriptor, [1])
+        os.close(descriptor)
+    assert (len(descriptors()), memory.held) == (before, {})
+    assert caplog.text.count(f"passed on no {memory.what}") == 3
 
 
 def test_without_a_crash_folder_there_is_no_journal(start_server: Start) -> None:
@@ -359,7 +363,6 @@ def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path, writer: Jou
     off.invalidate()
     told = export([(8, off.fd), (7, writer.fd)], tmp_path)
     assert told.unfinished == 1
-    assert told.reason is not None
     assert "the journal of process 8 is no ring" in told.reason
 
 
@@ -369,6 +372,5 @@ def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path, writer: Jou
     (tmp_path / "requests").symlink_to(tmp_path / "elsewhere")
     told = export([(7, writer.fd)], tmp_path)
     assert told.path is None
-    assert told.reason is not None
     assert "is not a folder" in told.reason
     assert list((tmp_path / "elsewhere").iterdir()) == []

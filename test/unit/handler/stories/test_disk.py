@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def test_a_full_disk_has_who_died_of_what(start_server: Start, tmp_path: Path) -
         server.settle()
         # What is free when an incident is opened is its reserve.
         fill(folder)
-        make_way(folder, 128 * 1024)
+        (filling,) = folder.glob("filling-*")
+        os.truncate(filling, filling.stat().st_size - 128 * 1024)
         server.kill("scheduler_TP1")
         stored = server.wait_for_the_end()
         document = stored.document
@@ -51,13 +53,6 @@ def test_a_full_disk_has_who_died_of_what(start_server: Start, tmp_path: Path) -
         assert "failed" not in {piece["status"] for piece in stacks}
         reasons = {piece["reason"].split(": ")[-1] for piece in stacks if piece["status"] == "skipped"}
         assert reasons == {"the disk is full"}
-
-
-def make_way(folder: Path, size: int) -> None:
-    """Give back `size` bytes of what fills the disk."""
-    (filling,) = folder.glob("filling-*")
-    with filling.open("r+b") as file:
-        file.truncate(filling.stat().st_size - size)
 
 
 @pytest.mark.parametrize("use_up", ["inodes", "blocks"])

@@ -85,28 +85,19 @@ def test_a_hang_may_end_come_again_and_become_a_crash(start_server: Start) -> No
     # WHEN one rank is stopped and the other waits for it
     server.kill("scheduler_TP1", signal.SIGSTOP)
     assert server.ask("tell scheduler_TP0 hush") == "silent"
-    # THEN that is an incident, which names the one that is stopped, and leaves it stopped
+    # THEN that is an incident, which names the one that is stopped, and leaves it stopped; `test_golden` has the fields
     (stored,) = finished(server, 1)
     document = document_of(stored)
-    assert (document["kind"], document["trigger"]["event"], document["complete"]) == ("hang", "no_progress", True)
     verdict = document["verdict"]
-    assert (verdict["kind"], verdict["level"]) == ("hang", "established")
     assert verdict["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
     assert verdict["basis"][0].startswith("TP1 is stopped")
-    assert "is stopped (state T, until" in verdict["basis"][0]
     assert state_of(server.ranks["scheduler_TP1"]) == "T"
-    silent = [entry for entry in document["timeline"] if entry["event"] == "no_progress"]
-    assert {entry["pid"] for entry in silent} == {server.ranks[name] for name in RANKS}
-    assert all(entry["doing"] == "the event loop, without a batch" for entry in silent)
-    # Three snapshots of each, each in files of its own.
+    silent = {entry["pid"] for entry in document["timeline"] if entry["event"] == "no_progress"}
+    assert silent == {server.ranks[name] for name in RANKS}
     for name in (*RANKS, "detokenizer"):
-        process = report_of(document, name)
-        paths = [piece["path"] for piece in process["evidence"] if piece["kind"] == "stack"]
-        assert [Path(path).suffixes[-2:] for path in paths] == [[".txt"], [".2", ".txt"], [".3", ".txt"]]
+        paths = [piece["path"] for piece in report_of(document, name)["evidence"] if piece["kind"] == "stack"]
+        assert len(paths) == 3
         assert all((stored.path / path).read_text().startswith("Process ") for path in paths)
-        assert len(process["looks"]) == 3
-        assert process["looks"][0]["doing"] == process["doing"]
-    assert {look["state"] for look in report_of(document, "scheduler_TP1")["looks"]} == {"T"}
 
     # WHEN they go on THEN the incident, finished as it is, says so
     server.kill("scheduler_TP1", signal.SIGCONT)
@@ -263,7 +254,6 @@ def end_unhealthy(server: Server) -> dict[str, Any]:
     assert server.ask("dump_ended") != "None"
     (stored,) = server.incidents()
     assert stored.finished
-    assert stored.document is not None
     document = stored.document
     assert (document["kind"], document["trigger"]["event"]) == ("hang", "unhealthy_at_sigterm")
     # It does not matter how soon the requests were saved.

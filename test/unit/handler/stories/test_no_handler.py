@@ -28,7 +28,6 @@ def kill_handler(server: Server, *seen: int) -> None:
 
 
 def saved(server: Server) -> bytes:
-    assert server.crash_folder is not None
     return (server.crash_folder / HOST / "crash_dump.pkl").read_bytes()
 
 

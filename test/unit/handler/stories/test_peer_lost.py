@@ -54,9 +54,6 @@ def test_a_lost_peer_is_an_incident_that_names_it(start_server: Start) -> None:
         assert (pieces["proc_state"], pieces["stack"]) == ("captured", "skipped")
     assert not (stored.path / "stacks").exists()
     assert {process["title"] for process in document["processes"]} >= {"sglang::scheduler_TP0", "sglang::scheduler_TP1"}
-    summary = (stored.path / "summary.md").read_text()
-    assert text in summary
-    assert "- waits for it: b (room 1)" in summary
     command = [sys.executable, "-m", "sglang_crashkit", "incidents", str(server.crash_folder)]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=True).stdout
     assert "prefill 10.0.0.1:8998  peer_lost" in listed
