@@ -152,10 +152,10 @@ def test_each_process_group_has_sglangs_name_for_it(torch: Callable[..., Any], m
     told = parse_answer(describe_collectives())
     assert told.rank == 9
     assert told.dump.groups == {
-        "0": Group("0", "default_pg", (8, 9)),
-        "1": Group("1", "attention_tp", (8, 9)),
-        "2": Group("2", "attention_tp", (8, 9)),
-        "3": Group("3", "hicache", (8, 9)),
+        "0": Group("default_pg", (8, 9)),
+        "1": Group("attention_tp", (8, 9)),
+        "2": Group("attention_tp", (8, 9)),
+        "3": Group("hicache", (8, 9)),
     }
     assert [one.sequence for one in told.dump.entries] == list(range(500, 2500))
     assert str(told.dump.entries[0].frames[2]) == "_all_reduce (sglang/srt/managers/cache_controller.py:3)"

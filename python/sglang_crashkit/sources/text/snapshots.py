@@ -10,7 +10,7 @@ from sglang_crashkit.model.event import Stack
 from sglang_crashkit.model.snapshot import NodeSnapshot
 
 #: How a file with such a snapshot begins.
-HEAD = re.compile(rb'\s*\{\s*"schema_version": *\d+,\s*"host": .{1,300}?,\s*"time": *[\d.]+,\s*"processes":')
+HEAD = re.compile(rb'\A\s*\{\s*"schema_version": *\d+,\s*"host": .{1,300}?,\s*"time": *[\d.]+,\s*"processes":')
 _RANKS = ("pp", "dp", "tp", "ep")
 #: Roles of the kit's own names that the judge calls otherwise.
 _ROLES = {"server": "tokenizer", "tokenizer_worker": "tokenizer", "detokenizer_router": "detokenizer"}
