@@ -53,6 +53,7 @@ class Signs(msgspec.Struct, kw_only=True):
     is_hang: bool = False  # somebody waited too long, and it did not go on after that
     is_alive: bool = False  # batches, answers or health checks go on to the end of the evidence, and it is no hang
     stands_for: float = 0.0  # seconds for which requests have been under way and none has gone on; 0.0 where they do
+    is_unwell: bool = False  # the health check fails to the end, for longer than a start takes to answer it
     was_ended: bool = False  # a watchdog or a time limit ended a process
     batch: str = ""  # what the last batch was, and of which rank; empty without one
     side: str = ""  # of a pair, whose that batch was
@@ -105,6 +106,8 @@ def read(case: Case) -> Signs:
     signs.complaint = told[:1]
     is_told = signs.complaint or (case.gpus and all(one.is_waiting for one in case.gpus))
     signs.stands_for = _stands_for(case, is_begun=is_begun, least=0.0 if is_told else _STANDS_S)
+    failing = [one for one in case.progress if one.kind == "health" and one.status >= 500]
+    signs.is_unwell = any(one.last_at - one.at >= _STANDS_S and one.last_at > good[0] for one in failing)
     is_wrong = signs.is_hang or bool(signs.stands_for) or _failed_after(case, good, max(batches))
     signs.is_alive = is_seen and is_recent and looked <= good and not is_wrong
     signs.told = [f"{one.text.strip()[:160]} ({one.event.source or 'log'})" for one in _once(hang)]

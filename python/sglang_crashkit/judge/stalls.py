@@ -490,14 +490,14 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     ranks = [one for one in members if one.role == "scheduler"]
     if not ranks or any(one.last.kind in ("unknown", "dead") for one in ranks):
         return []
-    if scene.signs.is_hang or scene.signs.stands_for:
+    is_idle = all(one.last.is_for_requests for one in ranks)
+    if scene.signs.is_hang or scene.signs.stands_for or (is_idle and scene.signs.is_unwell):
         silence = signs.silence_of(scene.signs, scene.case)
         if silence["kind"]:
             return [_finding(scene, "update_waits", [], members, **silence)]
         other = signs.OTHER_SIDE.get(_side(scene, ranks))
         more = {**silence, "kind": "transfer_stuck" if other else None, "who": other}
         return [_finding(scene, "no_work", [], members, **more)]
-    is_idle = all(one.last.is_for_requests for one in ranks)
     stand = [one for one in ranks if len(one.frames) > 1 and not one.is_moving and not one.last.is_for_requests]
     if not is_idle and stand and not any(one.came_through for one in ranks):
         return []

@@ -281,6 +281,12 @@ def test_ranks_that_wait_for_requests_do_not_hang(log: list[Event], count: int) 
     assert (found.kind, found.who) == ("no_incident", None)
 
 
+@pytest.mark.parametrize(("last_at", "kind"), [(260.0, "no_progress"), (130.0, "no_incident")])
+def test_ranks_that_wait_for_requests_are_not_well_where_the_health_check_fails(last_at: float, kind: str) -> None:
+    failing = Progress(kind="health", status=503, count=4, at=100.0, last_at=last_at, order=9, last_order=12)
+    assert first_of(case(*ranks(2, *RECV_REQUESTS), failing)).kind == kind
+
+
 @pytest.mark.parametrize("texts", [RESULT, MODEL_ALL_REDUCE, BATCH])
 def test_one_look_at_a_server_that_serves_is_no_hang(texts: Sequence[str]) -> None:
     assert first_of(case(*ranks(4, *texts), *alive())).kind in ("no_incident", "busy")
