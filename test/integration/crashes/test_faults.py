@@ -59,7 +59,7 @@ def test_every_process_has_evidence_and_nothing_is_left(release: str, fault: Fau
     for states in watched:
         # Somebody else stopped it: it is looked at, and killed at last, but not continued. It runs until the signal
         # takes effect, and for a moment when it is killed.
-        assert set(states.result().strip("RSD")) == {"T"}, states
+        assert set(states.result().strip("RSD")) == {"T"}, states.result()
     if fault.first is not None:
         first = left.incident["verdict"]["first_failure"]
         assert first["title"].startswith(fault.first), left.incident["verdict"]
