@@ -438,11 +438,17 @@ def register(processes: Iterable[Any]) -> None:
             for name in {"kill", "terminate"} & set(dir(process)) - set(vars(process)):
                 # By a weak reference: a process in a reference cycle keeps its descriptors until a collection.
                 end = functools.partial(_end, weakref.ref(process), getattr(type(process), name))
-                setattr(process, name, before(end, functools.partial(announce_teardown, process.pid, whole=True)))
+                setattr(process, name, before(end, functools.partial(_announce_end, process.pid)))
 
 
 def _end(process: weakref.ref[Any], end: Callable[[Any], object]) -> object:
     return end(process())
+
+
+def _announce_end(pid: int, *, whole: bool = True) -> None:
+    # To this server's own handler alone: the pid of a rank that is dead may be another server's by now.
+    notify("teardown", pid=pid, whole=whole)
+    excuse(pid)
 
 
 def wait_status(child: int) -> int:
@@ -484,8 +490,7 @@ def join(*, is_ready: bool = False) -> None:
 def announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
     """Tell that this process is about to end a process tree, by default its own; not `whole`: all below it."""
     pid = os.getpid() if parent_pid is None else parent_pid
-    notify("teardown", pid=pid, whole=whole)
-    excuse(pid)
+    _announce_end(pid, whole=whole)
     if pid != os.getpid():
         # The tree may be another server, which has a handler of its own.
         path = socket_of(pid)

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.startup import StartupError
 from sglang_crashkit.srt.utils import common as hooks
 from unit.srt.conftest import Listener
@@ -293,3 +293,21 @@ def test_another_servers_handler_is_told_of_its_end(short_folder: Path, monkeypa
             assert other.heard()["pid"] == server.pid
         # A socket that was left behind does not keep the tree from being killed.
         assert plain_kill(server.pid) == server.pid
+
+
+def test_another_servers_handler_is_not_told_of_an_elastic_ranks_end(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch, listener: Listener
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    monkeypatch.setenv(settings.MODE_VARIABLE, "elastic")
+    # The rank is dead, and its pid another server's by now.
+    with child("ready(); pause()") as server:
+        path = settings.socket_of(server.pid)
+        path.parent.mkdir(parents=True)
+        rank = type("Rank", (), {"pid": server.pid, "kill": lambda _rank: None})()
+        with Listener(path, {}) as other:
+            supervisor.register([rank])
+            rank.kill()
+            assert [told["event"] for told in listener.heard_so_far()] == ["members", "teardown"]
+            plain_kill(server.pid, include_parent=False)
+            assert other.heard()["whole"] is False, "it was told of nothing before"
