@@ -159,12 +159,22 @@ GIL: 99.00%, Active: 100.00%, Threads: 24
 
   %Own   %Total  OwnTime  TotalTime  Function (filename)
  87.00%  95.00%  104.2s    113.9s   evict (sglang/srt/mem_cache/radix_cache.py:410)
+  4.00%   9.00%   4.80s    10.80s   forward (sglang/srt/models/llama.py:30)
   0.00% 100.00%   0.00s    119.9s   event_loop_overlap (sglang/srt/managers/scheduler.py)
 """
 TOP_FRAMES = (
     Frame("evict", "sglang/srt/mem_cache/radix_cache.py", 410),
     Frame("event_loop_overlap", "sglang/srt/managers/scheduler.py", 0),
 )
+AT_PERCENT = """\
+Process 12: sglang::scheduler_TP0
+Python v3.12.1 (/usr/bin/python3)
+
+Thread 12 (idle): "MainThread"
+    wait (threading.py:5)
+    forward (my%20app/model.py:10)
+"""
+AT_PERCENT_FRAMES = (Frame("wait", "threading.py", 5), Frame("forward", "my%20app/model.py", 10))
 PS = """\
    2201    2190 Rl+  -                98.2  01:14:02 sglang::schedul sglang::scheduler_TP0
    2203    2190 Tl+  do_signal_stop   71.3  01:14:02 sglang::schedul sglang::scheduler_TP2
@@ -203,6 +213,8 @@ DRAINS = "Gracefully exiting... Remaining number of requests {}. Remaining reque
         (f"{DEAD}[2026-10-05 08:00:00] Exit code: -9\n", Exit, ("who", "signal"), [("TP1", "SIGKILL")]),
         (GDB.format(70) + GDB.format(80), Stack, ("who", "sample.pid"), [("scheduler", 70), ("scheduler", 80)]),
         (TOP, Stack, ("who", "sample.threads"), [("TP1", (Thread("MainThread", None, True, True, TOP_FRAMES),))]),
+        (f"{TOP.replace('99.00', '9.9.9')}exited with code -9", Exit, ("signal",), ["SIGKILL"]),
+        (AT_PERCENT, Stack, ("who", "sample.main_thread.frames"), [("TP0", AT_PERCENT_FRAMES)]),
         (PS, Stack, ("who", "sample.pid", "sample.state"), [("TP2", 2203, "T")]),
         (
             QUERY,

@@ -16,8 +16,10 @@ _PYSPY_FRAME = re.compile(
 )
 #: py-spy top: the functions that most samples were in come first, and their callers, which all were in, last.
 _TOP = re.compile(r"Collecting samples from '(.{1,600}?)'? \(python v")
-_TOP_NOTE = re.compile(r"Total Samples \d|GIL: +(?P<gil>[\d.]{1,6})%, Active: +(?P<active>[\d.]{1,6})%|%Own +%Total ")
-_TOP_FRAME = re.compile(r"[\d.]{1,6}% +[\d.]{1,6}% +[\d.]{1,9}s +[\d.]{1,9}s (?= {1,8}\S)")
+_TOP_NOTE = re.compile(
+    r"Total Samples \d|GIL: +(?P<gil>\d{1,3}(?:\.\d{1,2})?)%, Active: +(?P<active>\d{1,3}(?:\.\d{1,2})?)%|%Own +%Total "
+)
+_TOP_FRAME = re.compile(r"[\d.]{1,6}% +(\d{1,3})(?:\.\d{1,2})?% +[\d.]{1,9}s +[\d.]{1,9}s (?= {1,8}\S)")
 #: A frame that somebody pasted without the thread that it is of.
 _PATH = r"[\w.-]{1,80}/"
 _BARE_FRAME = re.compile(
@@ -65,7 +67,7 @@ _SIGNAL_NOTE = re.compile(r"={2,40}|(?:\[[\w.:-]{1,100}\] )?(?:\*{3} |Signal cod
 _RANKS = re.compile(r"(PP|DP|TP|EP|ATTN_CP|MOE_DP|CP)_?(\d+)")
 #: Frames of one thread, threads of one process.
 _MAX_FRAMES, _MAX_THREADS = 400, 2000
-#: In more than so many of 100 samples a thread was at work.
+#: In more than so many of 100 samples a thread was at work, or in a function.
 _OFTEN = 50
 
 
@@ -216,8 +218,11 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
         return block, True
     if block is None:
         return None, False
-    if block.by == "py-spy" and (match := _PYSPY_FRAME.match(_TOP_FRAME.sub("", stripped) if "%" in line else line)):
-        block.add(match[1].strip(), match[2], match[3])
+    top = _TOP_FRAME.match(stripped)
+    if block.by == "py-spy" and (match := _PYSPY_FRAME.match(stripped[top.end() :] if top else line)):
+        # What it was in now and then did not call the first one, and others did not call it.
+        if top is None or int(top[1]) > _OFTEN or not (block.threads and block.threads[-1][1]):
+            block.add(match[1].strip(), match[2], match[3])
         return block, True
     if block.by == "native" and _SIGNAL_NOTE.match(stripped):
         return block, True
