@@ -228,7 +228,14 @@ class Failures:
                 if is_pair and finding.who and event.side and event.side not in finding.who:
                     finding.who += f" of {event.side}"
                 yield finding
-        if self._case.is_started and self._case.watched is None:
+        served = max(((one.last_at, one.last_order) for one in self._work), default=None)
+        # Answers alone tell that it serves, but not once it answers with errors.
+        is_served = served is not None and not any(
+            (one.kind == "failed" or (one.kind == "health" and one.status >= 400))
+            and (one.last_at, one.last_order) > served
+            for one in self._case.progress
+        )
+        if (self._case.is_started or is_served) and self._case.watched is None:
             said = [one.text for one in self._case.events if isinstance(one, Line | Progress)]
             notes = [row["step"] for row in rows("failures", "notes") if any(map(row["pattern"].search, said))]
             # What requests have met that failed one by one.

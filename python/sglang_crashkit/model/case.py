@@ -182,7 +182,7 @@ def case_of(events: Iterable[Event]) -> Case:
                 process.pid = process.pid or event.sample.pid
             case Stage(name="ready"):
                 case.ready_at = event.at if case.ready_at is None else min(case.ready_at, event.at)
-            case Progress(kind="prefill" | "decode" | "answer") if case.ready_at is None:
+            case Progress(kind="prefill" | "decode") if case.ready_at is None:
                 case.ready_at = event.at
             case Watched():
                 case.watched = case.watched or event

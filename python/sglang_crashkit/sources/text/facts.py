@@ -39,7 +39,7 @@ _BY_WORD: dict[str, LineLevel] = {"DEBUG": "debug", "INFO": "info", "WARN": "war
 #: An answer, as the server's log has it, or a router's what it passed on; why one failed is that line's own word.
 ACCESS = re.compile(
     r'(?:"|method=)(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (?:uri=|path=)?(\S{1,300}) '
-    r'(?:HTTP/[\d.]+" |.{0,300}?\bstatus(?:_code)?=(?=2))(\d{3})\b'
+    r'(?:HTTP/[\d.]+" |.{0,300}?\b(?P<passed>status(?:_code)?=)(?=2))(?P<status>\d{3})\b'
 )
 
 
@@ -123,6 +123,12 @@ def level_of(text: str) -> LineLevel:
         return _BY_WORD[stated[1]]
     text = text[:1500]
     return next((level for level, pattern in _LEVELS if pattern.search(text)), "info")
+
+
+def is_complaint(text: str) -> bool:
+    """Return whether a line says of itself that it tells something bad, whatever else is in it."""
+    stated = _STATED.match(text)
+    return stated is not None and stated[1] not in ("DEBUG", "INFO")
 
 
 def row_of(rows: _Rows, text: str) -> tuple[str, bool] | None:

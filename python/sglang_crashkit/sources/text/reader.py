@@ -552,8 +552,9 @@ class _File:
         self._add(key, event)
 
     def _line(self, text: str, key: str, stream: _Stream, *, is_own: bool, program: str) -> None:
-        if not is_own and stream.said.endswith("hit an exception:") and tracebacks.bare_exception(text):
-            # Somebody left the traceback out.
+        is_next = not is_own and not stream.more and stream.said.endswith("hit an exception:")
+        if is_next and tracebacks.bare_exception(text):
+            # Somebody left the traceback out, between a line of SGLang's own and this one.
             is_own, stream.more = True, []
         at, who = stream.at, stream.who if is_own else ""
 
@@ -567,7 +568,8 @@ class _File:
         if (is_own and text.startswith(("Decode batch", "Prefill batch"))) or _AT_WORK.match(text):
             self._count(key, who, "prefill" if text[0] == "P" else "decode", 0, text.encode()[:_MAX_BATCH], at)
             return
-        if (access := facts.ACCESS.search(text)) and "://" not in access[2]:
+        access = facts.ACCESS.search(text)
+        if access and "://" not in access[2] and not (access["passed"] and facts.is_complaint(text)):
             self._count(key, "", *_kind_of(access), text.encode()[:_MAX_BATCH], at)
             return
         if load := _LOAD.search(text):
@@ -675,8 +677,9 @@ class _File:
 
 def _kind_of(access: re.Match[str]) -> tuple[str, int]:
     """Return the kind of progress that a line of the web server tells, or the path of a control request; its status."""
-    method, path, status = access[1], access[2], int(access[3])
-    if path.startswith(("/health", "/ping", "/readyz", "/livez")):
+    method, path, status = access[1], access[2], int(access["status"])
+    # What a router is told of its servers is no work of theirs.
+    if path.startswith(("/health", "/ping", "/readyz", "/livez", "/workers", "/add_worker", "/remove_worker")):
         return "health", status
     if status >= 400:
         return "failed" if status >= 500 else "refused", status
