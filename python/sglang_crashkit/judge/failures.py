@@ -141,6 +141,7 @@ class Failures:
     def __init__(self, case: Case) -> None:
         self._case = case
         work = [one for one in case.events if isinstance(one, Progress) and one.kind in ("prefill", "decode", "answer")]
+        self._passed = [one for one in case.events if isinstance(one, Progress) and one.kind == "passed"]
         stages = [one for one in case.events if isinstance(one, Stage)]
         self._work, self._began = work, [one.place for one in (*work, *(it for it in stages if it.name == "ready"))]
         self._starts = [one.place for one in case.events if isinstance(one, Arguments) and one.values]
@@ -228,7 +229,8 @@ class Failures:
                 if is_pair and finding.who and event.side and event.side not in finding.who:
                     finding.who += f" of {event.side}"
                 yield finding
-        served = max(((one.last_at, one.last_order) for one in self._work), default=None)
+        work = [*self._work, *self._passed]
+        served = max(((one.last_at, one.last_order) for one in work), default=None)
         # Answers alone tell that it serves, but not once it answers with errors.
         is_served = served is not None and not any(
             (one.kind == "failed" or (one.kind == "health" and one.status >= 400))
@@ -242,8 +244,8 @@ class Failures:
             # Behind its words pydantic has what the client sent.
             texts = ((one.error.frames, one.error.text.partition("input_value=")[0]) for one in self._raises)
             parts = filter(is_telling, itertools.starmap(component_of, texts))
-            answers = sum(one.count for one in self._work if one.kind == "answer") or None
-            idle = self._case.last_at - max((one.last_at or float("inf") for one in self._work), default=float("inf"))
+            answers = sum(one.count for one in work if one.kind in ("answer", "passed")) or None
+            idle = self._case.last_at - max((one.last_at or float("inf") for one in work), default=float("inf"))
             yield finding_of(
                 "no_failure", (self._case.last_at, 0), notes=notes, answers=answers, on=self._on,
                 idle=f"{idle:.0f}" if answers and idle > _IDLE_S else None, component=next(iter(parts), None),
@@ -410,7 +412,7 @@ class Failures:
         if event.at and self._ready.get((event.who, event.file), (0.0, 0)) > event.place:
             return True
         end = min((one for one in self._starts if one > event.place), default=(float("inf"), 0))
-        for one in self._work:
+        for one in (*self._work, *(one for one in self._passed if one.file == event.file)):
             is_other = one.who and event.who and one.who != event.who and one.kind != "answer"
             if is_other or one.side != event.side or one.node != event.node or (one.last_at, one.last_order) > end:
                 continue

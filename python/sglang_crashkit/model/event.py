@@ -129,8 +129,9 @@ class Stage(Event, frozen=True, kw_only=True):
 class Progress(Event, frozen=True, kw_only=True):
     """A batch ran, or a request was answered. One event for each process and kind: so many, from `at` to `last_at`."""
 
-    #: ``prefill``, ``decode``; ``answer``, ``refused`` (HTTP 4xx), ``failed`` (HTTP 5xx), ``health``; ``control``: what
-    #: an operator or a trainer asked for, such as ``/pause_generation``; ``load``: what the server says of its queue.
+    #: ``prefill``, ``decode``; ``answer``, ``refused`` (HTTP 4xx), ``failed`` (HTTP 5xx), ``health``; ``passed``: an
+    #: answer that a router passed on; ``control``: what an operator or a trainer asked for, such as
+    #: ``/pause_generation``; ``load``: what the server says of its queue.
     kind: str
     count: int = 1
     last_at: float = 0.0

@@ -569,8 +569,12 @@ class _File:
             self._count(key, who, "prefill" if text[0] == "P" else "decode", 0, text.encode()[:_MAX_BATCH], at)
             return
         access = facts.ACCESS.search(text)
-        if access and "://" not in access[2] and not (access["passed"] and facts.is_complaint(text)):
-            self._count(key, "", *_kind_of(access), text.encode()[:_MAX_BATCH], at)
+        kind, status = _kind_of(access) if access and "://" not in access[2] else ("", 0)
+        if access and access["passed"]:
+            # What a router passed on is one of its servers' answer, of which one it does not say.
+            kind = "passed" if kind == "answer" and not facts.is_complaint(text) else ""
+        if kind:
+            self._count(key, "", kind, status, text.encode()[:_MAX_BATCH], at)
             return
         if load := _LOAD.search(text):
             add(Progress, who="", kind="load", queued=int(load[1] or load[2]), text=text[:300])
@@ -691,7 +695,7 @@ def _kind_of(access: re.Match[str]) -> tuple[str, int]:
 def _answer(text: bytes) -> tuple[str, int] | None:
     """Return what `_kind_of` says of the end of a line, from the method on; None where that is none of the server's."""
     access = facts.ACCESS.search(text.decode(errors="replace"))
-    return _kind_of(access) if access else None
+    return _kind_of(access) if access and not access["passed"] else None
 
 
 @lru_cache(maxsize=_MAX_LINES)
