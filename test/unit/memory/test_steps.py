@@ -79,7 +79,7 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     (step,) = read(writer).steps
     assert step.to_json() == {
         **{"number": 7, "began": 7.0, "ended": None, "phase": "forward_begun", "mode": "extend"},
-        "requests": ({"rid": "ab12", "tokens": 37, "length": 40}, {"rid": "é" * 60, "tokens": 5, "length": 5}),
+        "requests": [{"rid": "ab12", "tokens": 37, "length": 40}, {"rid": "é" * 60, "tokens": 5, "length": 5}],
         **{"size": 2, "tokens": 42, "decisions": decided},
         **{"agreed_hash": step.agreed_hash, "forward": "target_verify"},
     }
