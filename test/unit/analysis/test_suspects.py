@@ -129,6 +129,8 @@ def test_of_many_a_few_are_named_and_the_others_counted(made: Incident, listed: 
 LAUNCHED = step(8, "b", "c", ended=False)
 
 
+# While the step was launched, or its results were processed.
+@pytest.mark.parametrize("phase", ["forward_begun", "forward_done"])
 @pytest.mark.parametrize(
     ("message", "signal", "expected"),
     [
@@ -143,10 +145,11 @@ LAUNCHED = step(8, "b", "c", ended=False)
     ],
 )
 def test_of_two_unfinished_steps_the_one_at_hand_counts(
-    message: str, signal: str | None, expected: list[tuple[str, str, str]] | None
+    message: str, signal: str | None, phase: str, expected: list[tuple[str, str, str]] | None
 ) -> None:
     made = incident("a", last=[LAUNCHED], message=message)
     (rank,) = made.processes
+    rank.steps.in_step.phase = phase
     rank.exit = Exit(None, signal, "signal", "", "") if signal else None
     found = [(one.rid, one.level, one.reasons[0]) for one in suspects_of(made)[0]]
     assert found == (expected or [(rid, "unknown", IN_SEVERAL) for rid in "abc"])

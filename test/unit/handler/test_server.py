@@ -151,6 +151,7 @@ def test_a_main_process_that_somebody_stopped_stays_stopped(start_server: Start)
 @pytest.mark.story
 def test_an_announced_teardown_leaves_nothing(start_server: Start) -> None:
     server = start_server()
+    assert {path.stat().st_mode & 0o077 for path in server.runtime.iterdir() if path.is_file()} == {0}
     server.say("teardown")
     assert server.wait_for_the_end() is None
     assert not server.runtime.exists()

@@ -91,6 +91,15 @@ def test_a_batch_that_is_given_up_is_told(listener: Listener, release: dict[str,
     assert [told["caught"] for told in listener.heard_so_far()] == [True]
 
 
+def test_a_record_that_no_handler_takes_is_not_left(
+    listener: Listener, short_folder: Path, release: dict[str, ModuleType]
+) -> None:
+    listener.kill()
+    # Another exception than those above: one that comes again is not told.
+    release[LOOP].run_event_loop(lambda: 1 / 0, lambda _sent: None)
+    assert list((short_folder / "spool").iterdir()) == []
+
+
 @pytest.mark.parametrize(("mode", "is_told"), [("elastic", True), ("server", False)])
 def test_an_elastic_server_says_which_rank_it_ends(
     listener: Listener, monkeypatch: pytest.MonkeyPatch, mode: str, is_told: bool

@@ -101,6 +101,10 @@ def test_a_group_of_the_servers_own_is_killed_whole(tree) -> None:
     assert server.stderr.read() == ""
 
 
+def test_a_process_without_a_workers_title_is_its_own_server() -> None:
+    assert scheduler.find_server(os.getpid()) == os.getpid()
+
+
 def test_nothing_is_done_without_killpg_or_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[str] = []
     monkeypatch.setattr(scheduler, "kill_own_group", lambda: killed.append("group"))
