@@ -445,6 +445,12 @@ def test_a_suspect_alone_makes_it_the_request_and_says_why() -> None:
     assert found.because[1] == "request r1 is suspected most: it was alone"
 
 
+def test_the_step_that_it_died_in_is_told_with_its_mode() -> None:
+    step = {"number": 7, "mode": "decode", "size": 2, "rids": ["a", "b"]}
+    document = but(incident("signal", TP1, end=killed()), TP1, steps={"last": [], "in_step": step})
+    assert verdict_of(document).because[1] == "It was in step 7 (decode, 2 requests, with a, b)."
+
+
 @pytest.mark.parametrize(
     ("document", "names"),
     [
