@@ -143,6 +143,15 @@ def test_what_is_no_file_beside_a_record_holds_nothing_up(tmp_path: Path) -> Non
     assert json.loads((path / "ranks" / "rank-8.exception1.json").read_text()) == {"message": "the last one"}
 
 
+@pytest.mark.usefixtures("last_record")
+def test_a_link_in_the_place_of_a_record_holds_nothing_up(tmp_path: Path) -> None:
+    record = tmp_path / SPOOL / "exception-8.json"
+    record.symlink_to(record.rename(tmp_path / "theirs.json"))
+    abandon(tmp_path, processes=[REPORT], server=SERVER)
+    (path,) = finish_abandoned(tmp_path)
+    assert not list(path.glob("ranks/*.exception*.json"))
+
+
 def test_one_that_holds_nothing_is_removed(tmp_path: Path) -> None:
     folder = IncidentFolder(tmp_path, "killed", "0123abcd", NOON)
     folder.ownership.release()
