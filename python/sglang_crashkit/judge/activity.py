@@ -51,7 +51,8 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     def is_for_requests(self) -> bool:
         """Whether it waits for new requests, or passes them on, as an idle process does."""
         # Other code below it, such as a signal's handler, has nothing to do with requests.
-        kinds = ("own",) if self.leaf == self.place else ()
+        is_in_it = self.leaf == self.place or (self.leaf is not None and _is_wrapper(self.leaf))
+        kinds = ("own",) if is_in_it else ()
         is_passing_on = self.kind in ("collective", "socket", "gil", "p2p", *kinds)
         return self.kind == "idle" or (is_passing_on and self.purpose in ("requests", "idle"))
 

@@ -276,8 +276,10 @@ def test_the_main_process_tokenizes_on_its_event_loop(scheduler: Sequence[str]) 
 
 @pytest.mark.parametrize("log", [alive(), []])
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_ranks_that_wait_for_requests_do_not_hang(log: list[Event], count: int) -> None:
-    found = first_of(case(*ranks(count, *BROADCAST, but={0: RECV_REQUESTS}), *log))
+# Of an idle server the first rank is often seen between two broadcasts.
+@pytest.mark.parametrize("first", [RECV_REQUESTS, BROADCAST[2:]])
+def test_ranks_that_wait_for_requests_do_not_hang(log: list[Event], count: int, first: Sequence[str]) -> None:
+    found = first_of(case(*ranks(count, *BROADCAST, but={0: first}), *log))
     assert (found.kind, found.who) == ("no_incident", None)
 
 
