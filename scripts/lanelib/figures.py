@@ -69,7 +69,7 @@ BENCHMARKS = (
     Benchmark("gloo_recorder", ("", 2), None),
     Benchmark("idle_handler", ("", 3), ("--seconds 20", 2)),
     Benchmark("first_crash", ("--release 0.5.9 --release 0.5.12.post1 --release 0.5.23 --both", 10), ("", 2)),
-    Benchmark("overhead", ("--pairs 240 --starts 4", 14), ("--quick", 5)),
+    Benchmark("overhead", ("--pairs 160 --starts 2", 8), ("--quick", 5)),
     Benchmark("others", ("", 4), None),
     Benchmark("hangs", ("", 8), ("--quick", 5)),
     Benchmark("faults", ("--release 0.5.23", 20), ("--quick", 1.5), alone=("", 60)),
