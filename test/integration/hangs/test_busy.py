@@ -145,7 +145,7 @@ def compile_in_a_batch(server: Server, folder: Path) -> None:
     interrupting = threading.Thread(target=interrupt)
     interrupting.start()
     assert generate(server, [1, 2, 3], LONG_ANSWER) == LONG_ANSWER
-    interrupting.join()
+    interrupting.join(LONG)
     assert int((folder / f"compiled-{pid}").read_text()) > 0
 
 
@@ -218,7 +218,7 @@ def test_what_is_busy_is_no_hang(ways: dict[str, Callable[[], None]], crash: Pat
     def poll() -> None:
         while not done.wait(0.1):
             for stored in find_incidents(crash):
-                # Of one that was opened in this moment there is none.
+                # An incident that was opened just now has no document yet.
                 if verdict := (stored.document or {}).get("verdict"):
                     said.add((str(verdict.get("kind")), str(verdict.get("text"))))
 
@@ -235,7 +235,7 @@ def test_what_is_busy_is_no_hang(ways: dict[str, Callable[[], None]], crash: Pat
         while find_incidents(crash) and time.monotonic() < end:
             time.sleep(0.1)
         done.set()
-        poller.join()
+        poller.join(LONG)
     assert secs > BUSY_SECS
     assert [str(stored.path) for stored in find_incidents(crash)] == [], said
     # Before the first look it is known of no one what he does.

@@ -682,7 +682,7 @@ class _File:
 def _kind_of(access: re.Match[str]) -> tuple[str, int]:
     """Return the kind of progress that a line of the web server tells, or the path of a control request; its status."""
     method, path, status = access[1], access[2], int(access["status"])
-    # What a router is told of its servers is no work of theirs.
+    # Requests that register a server with a router say nothing of that server's own work.
     if path.startswith(("/health", "/ping", "/readyz", "/livez", "/workers", "/add_worker", "/remove_worker")):
         return "health", status
     if status >= 400:

@@ -162,7 +162,7 @@ def test_what_is_no_core_is_none_in_bounded_time(tmp_path: Path) -> None:
         assert not is_whole_core(path)
     assert not is_whole_core(tmp_path)
     assert not is_whole_core(tmp_path / "none")
-    # Nobody writes to the pipe.
+    # The pipe has no writer.
     os.mkfifo(tmp_path / "pipe")
     assert not is_whole_core(tmp_path / "pipe")
     path.write_bytes(core_bytes())
