@@ -35,6 +35,8 @@ _MAX_FRAMES, _MAX_TEXT, _MAX_CHAIN, _MAX_TEXT_LINES, _MAX_CODE = 300, 4000, 8, 6
 _CALL = re.compile(r"(?:return |await |[\w., ]{1,80} = (?:await )?)?(?:\w{1,60}\.){0,6}(\w{1,80})\(")
 #: Source lines that tell no more than the message: an import, a raise, marks, and the head of a call that goes on.
 _SAYS_NOTHING = re.compile(r"(?:import|from|raise)\b|[~^ ]*$|(?:\w+ = )?\w+\($")
+#: A source line that reads a variable of the environment, whose name then tells more than the frames.
+_ENVIRONMENT = re.compile(r"\b(?:environ|getenv)\b.{0,8}[\"']\w")
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Traceback:
     is_remote: bool = False  # the exception that it came from is printed last, as Ray has it
     asserted: str = ""  # the innermost source line that asserts something
     called: str = ""  # what the source line of the last frame calls
-    code: str = ""  # the source line of the last frame in SGLang
+    code: str = ""  # the source line of the last frame in SGLang, or of a later one that reads the environment
     indent: int = 0  # of the last frame: the exception stands no further in, a source line does
 
     def take(self, line: str) -> bool:
@@ -125,8 +127,9 @@ class Traceback:
             # The source line of a frame, its marks, or "Previous line repeated".
             self.asserted = stripped if stripped.startswith("assert ") else self.asserted
             self.called = self.called or (match[1] if (match := _CALL.match(stripped)) else "")
-            is_telling = self.frames and "sglang/" in self.frames[-1].file and not _SAYS_NOTHING.match(stripped)
-            self.code = self.code or (stripped[:_MAX_CODE].rstrip("( ,") if is_telling else "")
+            is_own = self.frames and "sglang/" in self.frames[-1].file and not _SAYS_NOTHING.match(stripped)
+            if _ENVIRONMENT.search(stripped) or (is_own and not self.code):
+                self.code = stripped[:_MAX_CODE].rstrip("( ,")
             return True
         if self.is_flat and self.is_after_frame and not is_named:
             self.is_after_frame = False
