@@ -27,7 +27,7 @@ from lanelib.lanes import Lane
 from lanelib.procs import title_of, watchers_of
 from lanelib.servers import Server, greedy
 from sglang_crashkit.incident.store import find_incidents
-from sglang_crashkit.model.checked_json import seconds_of
+from sglang_crashkit.model.lenient import seconds_of
 
 _Value = TypeVar("_Value")
 #: The second of two tensor-parallel ranks.

@@ -27,7 +27,7 @@ from lanelib.procs import tree_of
 from lanelib.servers import Server, greedy
 from pd.pairs import NEEDED, serving
 from sglang_crashkit.incident.store import StoredIncident
-from sglang_crashkit.model.checked_json import seconds_of
+from sglang_crashkit.model.lenient import seconds_of
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900), NEEDED]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.incident.store import PARTIAL
 from sglang_crashkit.kernel.private_files import FolderLock, read_json, write_json
-from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, texts_of
+from sglang_crashkit.model.lenient import iso_time, mapping_of, mappings_of, texts_of
 
 if TYPE_CHECKING:
     from sglang_crashkit.incident.folder import IncidentFolder

@@ -19,8 +19,8 @@ import msgspec
 
 from sglang_crashkit.analysis.ranks import groups_of, name_some, rank_at
 from sglang_crashkit.kernel.private_files import read_json, read_regular
-from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.incident import Cause, Failure, FailureEvent, Incident, ProcessReport, Verdict
+from sglang_crashkit.model.lenient import mapping_of
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample
 from sglang_crashkit.model.verdict import Level

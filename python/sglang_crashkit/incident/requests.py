@@ -19,8 +19,8 @@ from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel.private_files import open_regular
-from sglang_crashkit.model.checked_json import mapping_of, seconds_of
 from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.model.lenient import mapping_of, seconds_of
 from sglang_crashkit.redact import REDACTED
 
 #: What stands in a journal's line beside the request itself, or concerns the server that took it.

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from sglang_crashkit.model.checked_json import writable
+from sglang_crashkit.model.lenient import writable
 from sglang_crashkit.model.sample import Frame
 
 #: 2,000 entries with their stacks take a megabyte.

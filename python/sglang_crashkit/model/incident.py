@@ -12,8 +12,8 @@ import msgspec
 
 from sglang_crashkit.model import SCHEMA_VERSION, lenient
 from sglang_crashkit.model import verdict as answers
-from sglang_crashkit.model.checked_json import iso_time as iso_time
-from sglang_crashkit.model.checked_json import seconds_of
+from sglang_crashkit.model.lenient import iso_time as iso_time
+from sglang_crashkit.model.lenient import seconds_of
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.step import DIVERGED, DivergenceKind, Step

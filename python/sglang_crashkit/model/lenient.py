@@ -1,11 +1,15 @@
-"""Data of a document that anybody may have written: read in part where it does not fit, or refused as a whole."""
+"""Data of a document that anybody may have written: read in part where it does not fit, or refused as a whole.
+
+Values of JSON, each of the type that it must have, and times as documents have them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import datetime, timezone
 from functools import cache
 from itertools import islice
 from types import NoneType, UnionType
@@ -13,14 +17,45 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from sglang_crashkit.model.checked_json import writable
-
 _Kind = TypeVar("_Kind")
 _fields = cache(msgspec.structs.fields)
 #: Of a list with a part that does not fit, so many are looked at one by one.
 _MAX_PARTS = 20_000
 #: What stands for a required value that is missing or has another form.
 _EMPTY: dict[object, Callable[[], Any]] = {str: str, int: int, float: float, list: list, dict: dict, bool: bool}
+
+
+def writable(value: str) -> str:
+    """Return text that every file takes: a lone surrogate, which none would, may stand in JSON."""
+    return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+
+
+def mapping_of(value: object) -> Mapping[str, Any]:
+    """Return `value` where it is a JSON object, an empty one otherwise."""
+    return value if isinstance(value, dict) else {}
+
+
+def mappings_of(value: object) -> list[Mapping[str, Any]]:
+    """Return the JSON objects in `value` where it is a list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def texts_of(value: object) -> list[str]:
+    """Return the entries of a list as text; nothing where `value` is no list."""
+    return [str(one) for one in value] if isinstance(value, list) else []
+
+
+def iso_time(seconds: float) -> str:
+    """Return seconds since the epoch as UTC in ISO 8601."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def seconds_of(time: object) -> float | None:
+    """Return a time as `iso_time` writes it in seconds since the epoch; None otherwise."""
+    try:
+        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def read(value: object, kind: type[_Kind]) -> _Kind:

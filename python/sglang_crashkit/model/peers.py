@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 
-from sglang_crashkit.model.checked_json import mappings_of
+from sglang_crashkit.model.lenient import mappings_of
 
 Role = Literal["prefill", "decode"]
 Sign = Literal["heartbeat", "failed_transfer"]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sglang_crashkit.model.checked_json import writable
+from sglang_crashkit.model.lenient import writable
 
 #: Where modules are installed, the last of it: as packages, as Python's own, or SGLang in a checkout.
 _ROOT = re.compile(r"^.*/(?:(?:site|dist)-packages|lib/python3\.\d+|python(?=/sglang(?:_crashkit)?/))/")

@@ -18,7 +18,6 @@ import msgspec
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.kernel.private_files import read_json, read_regular
 from sglang_crashkit.model import ABORTED, ALONE, ALONE_AT, ONLY
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of, texts_of
 from sglang_crashkit.model.event import (
     Arguments,
     Compared,
@@ -36,6 +35,7 @@ from sglang_crashkit.model.event import (
 )
 from sglang_crashkit.model.incident import Gpus, Incident, Look, ProcessReport, Verdict
 from sglang_crashkit.model.incident_log import LOG, MAX_BYTES, reduce
+from sglang_crashkit.model.lenient import mapping_of, mappings_of, seconds_of, texts_of
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 DOCUMENT = "incident.json"

@@ -18,8 +18,8 @@ from typing import Any
 
 from sglang_crashkit.incident.requests import parameters_of, was_aborted_before
 from sglang_crashkit.kernel.private_files import read_regular
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of, texts_of
 from sglang_crashkit.model.incident import Incident, ProcessReport
+from sglang_crashkit.model.lenient import mapping_of, mappings_of, texts_of
 from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.view import words
 

@@ -24,8 +24,8 @@ from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.names import Names, natural_order
 from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.kernel.private_files import write_named
-from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.model.lenient import seconds_of
 from sglang_crashkit.view import model, words
 from sglang_crashkit.view.evidence import IncidentFiles, cut, requests_of, stacks_of
 from sglang_crashkit.view.first_screen import first_screen

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from sglang_crashkit.incident.names import Names, join_names
 from sglang_crashkit.incident.store import StoredSteps
-from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.model.lenient import seconds_of
 from sglang_crashkit.view import model, words
 from sglang_crashkit.view.evidence import ENVIRONMENT, REQUESTS, IncidentFiles, flat, requests_of, stacks_of
 from sglang_crashkit.view.first_screen import first_screen

@@ -14,8 +14,8 @@ import msgspec
 
 from sglang_crashkit.model import incident
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.checked_json import iso_time
 from sglang_crashkit.model.event import Dumped, Event, Exit, Kernel, Line, Raised, Stage, Stop
+from sglang_crashkit.model.lenient import iso_time
 from sglang_crashkit.model.sample import Frame, Sample
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.view.markdown import section_lines

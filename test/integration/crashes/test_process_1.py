@@ -19,7 +19,7 @@ from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.marker import MARKER, TOUCH_SECS
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
-from sglang_crashkit.model.checked_json import seconds_of
+from sglang_crashkit.model.lenient import seconds_of
 from unit.support.server_driver import Server as StandIn
 
 pytestmark = [

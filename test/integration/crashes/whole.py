@@ -10,7 +10,7 @@ from typing import Any
 
 from integration.scenario import Member, Sent, Wreck
 from sglang_crashkit.incident.exit_status import ServerExit, reports_crash
-from sglang_crashkit.model.checked_json import seconds_of
+from sglang_crashkit.model.lenient import seconds_of
 
 #: The cause of an end, and its signal.
 End = tuple[str, str | None]

@@ -33,7 +33,7 @@ from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.model.checked_json import seconds_of
+from sglang_crashkit.model.lenient import seconds_of
 from sglang_crashkit.settings import runtime_folder, socket_of
 from unit.support.server_driver import piece_of
 from unit.support.targets import make_tool, state_of, traced

@@ -15,7 +15,7 @@ from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import WHAT_DIR_IS, ExitCode, NothingToDoError
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name, unreadable_error
-from sglang_crashkit.model.checked_json import mappings_of
+from sglang_crashkit.model.lenient import mappings_of
 
 #: What the index of each folder has of each fault.
 Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
