@@ -1,4 +1,6 @@
-"""Which process is ended, sent a signal or looked at for what happened: the one place that decides it.
+"""What is done about an event: whether the main process is told or ended, and how the living are looked at.
+
+This is the one place that decides it; `srt.crash_exit` ends the main process's children.
 
 The kit observes and upstream decides. Where upstream would have let a process live, the kit does not signal it, and
 looks at it only by means that cannot hurt it. A server program is different where one of its own processes died or

@@ -76,6 +76,7 @@ def build_parser(called: str | None) -> argparse.ArgumentParser:
         )
         if name == called:
             load_command(name).configure(sub)
+            sub.set_defaults(refuse=sub.error)
             # The lines of its examples stay as they are.
             sub.epilog = f"{(sub.epilog or '').rstrip()}\n\n{_STATUSES}"
     return parser
@@ -103,7 +104,10 @@ def _run(argv: Sequence[str]) -> int:
     if not argv:
         parser.print_help(sys.stderr)
         raise SystemExit(int(ExitCode.USAGE))
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # By the command's own parser, whose usage is the one to read.
+        args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     # Imported here, so that what is wrong with the arguments is told at once.
     from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 

@@ -5,9 +5,10 @@ be run there follows as further words, which kubectl and docker hand on as they 
 on the other side, where the template says ``{command}``. ssh always has a shell there, so that for a template that
 begins with it the command is always one such word.
 
-Killing such a command does not end what it runs there: the collector ends by itself with its reader. The nodes of a
-Slurm job are reached by ``srun --overlap``; Slurm itself says which there are, and ends the step of one that is given
-up. Only options and formats are used that its commands have had since that came (20.11).
+Killing the local ssh or kubectl does not stop the remote collector: it stops when its output has no reader
+(`cli.main.end_with_reader`). The nodes of a Slurm job are reached by ``srun --overlap``; Slurm itself says which there
+are, and ends the step of one that is given up. Only options and formats are used that its commands have had since that
+came (20.11).
 """
 
 from __future__ import annotations

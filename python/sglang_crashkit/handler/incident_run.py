@@ -48,7 +48,7 @@ from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Kinds by which it was opened that say no more than who was heard first.
+#: Kinds that only say which failure was reported first, and may be corrected once the others are known.
 _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
 #: An incident names at most this many lost peers, and of all so many requests that wait.
 _MAX_PEERS, _MAX_WAITING = 64, 1024
@@ -65,8 +65,8 @@ _CONCLUDE_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 2.0, 16 << 20
 _LOG = 2
 #: The longest that native stacks may take, and what is left for writing then, in seconds.
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
-#: Of an incident's time so many seconds, or such a share where that is less, are kept for what is held in memory. Where
-#: more is left it may take up to the last number; of eight ranks it takes about one second.
+#: Seconds of an incident's time, or a share of it where that is less, reserved to write what is held in memory; and the
+#: most seconds that this may take where more time is left. Eight ranks take about one second.
 _KEPT_SECS, _KEPT_SHARE, _MEMORY_SECS = 3.0, 0.25, 6.0
 #: Of the time that the server's end has, the share that is left when the GPU cores are read.
 _LAST_SHARE = 0.1
@@ -282,13 +282,13 @@ class IncidentRun:
             return
         self._is_stale = False
         # What was judged before stands where it cannot be judged now; the fact is in the log.
-        if (made := self._conclude(again=True)) is not None:
+        if (made := self._conclude_in_child(again=True)) is not None:
             try:
                 self._save_conclusion(made)
             except OSError as error:
                 logger.warning("incident %s cannot be written for now: %s", self.folder.path, error)
 
-    def _conclude(self, *, again: bool) -> Conclusion | None:
+    def _conclude_in_child(self, *, again: bool) -> Conclusion | None:
         """Have the incident judged and rendered in a child; None where that fails."""
         arguments = self.incident, self.folder, self.settings.full_per_fault, self.begun
         make = functools.partial(conclude, *arguments, again=again)
@@ -558,7 +558,7 @@ class IncidentRun:
         self.incident.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.checkpoint()
         self.incident.complete = True
-        made = self._conclude(again=False) or self._conclude_plainly()
+        made = self._conclude_in_child(again=False) or self._conclude_plainly()
         self._save_conclusion(made)
         with contextlib.suppress(OSError):
             for name in made.spare:

@@ -89,7 +89,7 @@ class Seen:
 class Shutdown:
     """What is known of the server's end."""
 
-    mode: Mode = Mode.LIBRARY  # in which nothing is ended, until the program that launched it reports its own
+    mode: Mode = Mode.LIBRARY  # LIBRARY ends nothing; it holds until the launching program reports its mode
     expected: set[int] = field(default_factory=set)  # the processes whose end was announced
     draining: bool = False  # it was asked to end and finishes its requests
     has_left: bool = False  # a process of it ended for that, too
@@ -111,7 +111,7 @@ class IncidentStage:
     finished: bool = False  # it is written; what is added still is written anew
     observed: bool = False  # the server goes on, so that what comes next is another incident
     observed_until: float | None = None  # when such a one is whole
-    may_end: bool = False  # upstream may end it for what happened, which would then belong to the same incident
+    may_end: bool = False  # SGLang may still end the server for this event; that end is part of this incident
     withdrawable: bool = False  # it is no incident where the server goes on or ends in good order
     soft_until: float | None = None  # until when a shutdown may explain all that was seen; None where it cannot
     sigquit_secs: float | None = None  # when SIGQUIT is sent after the capture; None where it is not, or was

@@ -1,4 +1,4 @@
-"""Finish the incidents that a killed crash handler left half-written, from their logs.
+"""Finish the incidents that a killed crash handler left half-written, from their logs, when the next handler starts.
 
 What is there stays as it is, the incident says that it is not complete and why, and the folder gets its final name. Of
 a server that was killed together with its handler nothing is left but its marker, of which an incident is made (see
@@ -217,7 +217,7 @@ def _finish(folder: Path, final: Path) -> bytes:
             trigger = Trigger("unknown", iso_time(name.seconds), 0, "unknown")
             incident = Incident(name.id, name.kind, trigger, ServerInfo(0, "unknown", "unknown", "unknown"))
         if incident is None or (is_of_marker and (_spool_of(incident, folder) / MARKER).exists()):
-            # It holds nothing, or is made of that anew.
+            # The folder is empty, or its incident will be written again from the marker.
             shutil.rmtree(folder)
             return b""
         (folder / RESERVE).unlink(missing_ok=True)

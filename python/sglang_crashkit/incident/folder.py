@@ -10,6 +10,7 @@
         logs/           the last log records of each process
         stacks/         one file a process, as text and as JSON
         ranks/          what a failing rank wrote of itself
+        requests/       the requests in flight, as ``SGLANG_CRASHKIT_PROMPTS`` allows
         gpu/            what the GPU cores say, one file a process; the flight recorders, ``flight_recorder_<rank>`` and
                         ``gloo_flight_recorder_<rank>``, as PyTorch's own ``torchfrtrace`` reads them
 

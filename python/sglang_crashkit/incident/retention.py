@@ -1,11 +1,11 @@
 """How much of the disk incidents may take, by age, count, size and what stays free, kept before a byte is written.
 
 The oldest finished incidents make room for a new one, with the GPU cores and upstream's dumps of requests that they
-name, which lie in the host's folder. What others filled the disk with costs no evidence: then an incident takes no more
-than older ones gave up for it (compare journald.conf(5), ``SystemMaxUse=``, ``SystemKeepFree=``).
+name, which lie in the host's folder. Where other programs filled the disk, evidence is still written, but only into the
+space that older incidents gave up (compare journald.conf(5), ``SystemMaxUse=``, ``SystemKeepFree=``).
 
-A core or a dump that no incident names may be anybody's. It is never removed; it counts where further cores are asked
-for, and not against who died of what, which is small and worth more.
+A core or a dump that no incident names may be anybody's. It is never removed. It counts toward the limit when another
+GPU core is requested, but not when the small files of an incident itself are written.
 """
 
 from __future__ import annotations

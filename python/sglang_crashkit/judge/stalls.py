@@ -214,7 +214,7 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
     for (side, _server), some in _by(ranks, lambda one: (one.process.side, one.server)).items():
         found += _judge_ranks(scene, side, some)
     if not found or (found[0].who is None and found[0].kind != "rank_divergence"):
-        # The stacks tell neither a rank nor that one has a batch less, and a flight recorder shows who is behind.
+        # The stacks name no rank and show no divergence, so ask the flight recorders who is behind.
         found = watched.compare_waits(scene.case, scene.where) or found
     if any(_tells(one, scene.case) for one in found):
         return found
@@ -262,7 +262,10 @@ def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Fin
 
 
 def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member]) -> Finding | None:
-    """Return what is seen of ranks that work together; None where they wait for requests, or nothing is seen."""
+    """Blame the members of a group that are in no collective or GPU wait while the others are.
+
+    Returns None where they wait for requests, or nothing is seen.
+    """
     is_awake = any(one.last.kind in ("idle", "socket", "own", "gil") for one in group)
     # The first rank gets the requests: where it waits in the broadcast too, others have not come to it.
     is_calm = scene.signs.is_alive or len(group) == 1 or all(one.process.ranks.get("tp", 0) != 0 for one in group)
@@ -292,7 +295,7 @@ def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member
     if first.is_work and (not scene.signs.was_ended or first.kind == "weight_load"):
         return _at_work(scene, awaited, group)
     if first.kind in ("storage", "http", "transfer"):
-        return _elsewhere(scene, awaited, group)
+        return _waits_for_a_program(scene, awaited, group)
     kind = "driver_stuck" if first.kind == "driver" and len(awaited) > 1 else None
     return _finding(scene, "awaited", awaited, group, kind=kind, steps=_own_steps(awaited))
 
@@ -314,7 +317,7 @@ def _none_waits(scene: Scene, members: Sequence[Member], group: Sequence[Member]
         if most[0].last.is_work:
             return _at_work(scene, most, group)
         if kind in ("transfer", "http", "storage"):
-            return _elsewhere(scene, most, group)
+            return _waits_for_a_program(scene, most, group)
         if kind == "build_lock":
             return _finding(scene, "build_lock", [], group)
         if kind == "own":
@@ -445,7 +448,7 @@ def _at_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -
     return _finding(scene, "long_compile" if is_ended else "compile", named if is_ended else [], group, **more)
 
 
-def _elsewhere(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
+def _waits_for_a_program(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
     """Return what is said of ranks that wait for another program: a store, the other side of a pair, a hub."""
     first = members[0]
     other = signs.OTHER_SIDE.get(_side(scene, members))

@@ -39,7 +39,7 @@ def _raised(case: Case) -> Raised | None:
 def compare(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
     """Return where ranks that must agree differ, by their steps and flight recorders.
 
-    One that died of a signal says nothing of the others, unless it aborted, as gloo has it where ranks do not match.
+    After a death by signal they are not compared, except after SIGABRT: gloo aborts where ranks disagree.
     """
     ends = (one for process in case.processes.values() for one in process.exits)
     died = {one.signal for one in ends if one.signal and not one.follows}

@@ -8,8 +8,8 @@ in SIGBUS::
     steps      `STEPS` slots of 128 bytes; the step of number n lies in slot n modulo `STEPS`
     data       the rest; the newest overwrites the oldest: ids and lengths of each step's requests
 
-A step says where in the data its requests lie; steps of the same requests share the list of their ids, and of a decode
-that goes on with them the lengths, too: it says how many tokens each has more.
+A step says where in the data its requests lie. Steps of the same requests share one list of ids. Consecutive decode
+steps share the lengths too, and store how many tokens each request has gained since.
 
 There is no lock, and a writer may be killed anywhere. So a reader believes only what has the right checksum: the body
 of a step, and its pieces of the data. What changes as a step goes on is stored by single instructions: how far it came,

@@ -73,6 +73,10 @@ def test_arguments_that_make_no_sense_end_with_2(arguments: list[str], cli: Cli)
     assert "usage: sglang-crashkit" in cli(*arguments, status=2).err
 
 
+def test_an_unknown_option_gets_the_usage_of_its_command(cli: Cli) -> None:
+    assert cli("steps", "x", "--absent", status=2).err.startswith("usage: sglang-crashkit steps ")
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

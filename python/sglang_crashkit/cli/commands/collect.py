@@ -38,7 +38,7 @@ examples:
   sglang-crashkit collect --via "kubectl exec {host} -c sglang --" --hosts sglang-0,sglang-0-1
   sglang-crashkit collect --via "ssh {host}" --hosts "$(cat nodes.txt)" --remote-command /opt/sglang/bin/sglang-crashkit
 """
-#: The debuggers' part of the time that a node has: the start of its step and the end of one debugger are not in it.
+#: Debuggers get this share of a node's timeout, less the seconds in which its step starts and one debugger stops.
 _SHARE, _END_SECS = 0.9, 20.0
 
 
@@ -116,8 +116,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=command,
         help='the kit on the nodes ("python3 -m sglang_crashkit"; in a Slurm job without a container this Python)',
     )
-    # What such a command runs on each node: it ends then, or with its reader, and the debuggers in time for the answer,
-    # which has what is in the files, too.
+    # --via and --slurm-job give this to the collector on each node. It stops after S seconds, or when its output has
+    # no reader; the debuggers stop earlier, so that the answer, which contains the files, is still sent.
     nodes.add_argument("--gathered-within", metavar="S", type=positive, help=argparse.SUPPRESS)
 
 

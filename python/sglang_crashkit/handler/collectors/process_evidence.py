@@ -196,8 +196,8 @@ def _sample_all(run: IncidentRun, living: Sequence[TrackedProcess], deadline: fl
             gil = "main" if thread is not None and thread.owns_gil else sample.gil
             report.samples[-1] = replace(report.samples[-1], threads=threads, gil=gil, doing=tuple(doing))
         if sample.threads and not raised and (snapshot in (None, 1) or not report.doing):
-            # One that raised has left what it was doing; its own record says what that was. What was seen is told even
-            # where there was no room to write all of it. A round that gave nothing does not count as the first one.
+            # After an exception the stack no longer shows what failed; the frames in the exception's record do. What
+            # was seen is told even where there was no room to write all of it. A round without a stack does not count.
             report.doing = doing
 
 

@@ -81,7 +81,8 @@ class StepRecorder:
         #: Steps whose results may not be processed yet; the one whose results are; the last one whose results were.
         self._pending: deque[int] = deque(maxlen=_MAX_PENDING)
         self._processing = self._processed = 0
-        #: The last step of requests that came from a prefill server which holds an idle batch, and the step of that.
+        #: On the decode side of a pair: the last step of prebuilt requests that contains an idle batch, and the number
+        #: of that idle batch's own step.
         self._inner_of = self._inner = 0
         #: The requests of a decode that was noted last, and goes on where the next one has the same: SGLang makes
         #: another list where one ends, and lengthens it where one comes.
