@@ -243,7 +243,8 @@ class Failures:
             # What requests have met that failed one by one.
             # Behind its words pydantic has what the client sent.
             texts = ((one.error.frames, one.error.text.partition("input_value=")[0]) for one in self._raises)
-            parts = filter(is_telling, itertools.starmap(component_of, texts))
+            parts = [one for one in itertools.starmap(component_of, texts) if one]
+            parts.sort(key=is_telling, reverse=True)
             answers = sum(one.count for one in work if one.kind in ("answer", "passed")) or None
             idle = self._case.last_at - max((one.last_at or float("inf") for one in work), default=float("inf"))
             yield finding_of(
@@ -302,7 +303,8 @@ class Failures:
         is_alone = len(frames) == 1 and re.match("/(?!.*python3)", frames[0].file) and "Ray" not in types
         is_script = is_alone or any(frame.function == "<module>" for frame in called[-1:])
         is_script = is_script and not any(re.search("-packages/|sglang|ray/", frame.file) for frame in called)
-        is_client = (is_script and not own) or (not frames and bool(_pattern("client_error").match(chain[0].type)))
+        arrived = f"{chain[0].type}: {chain[0].text[:_MAX_QUOTE]}"
+        is_client = (is_script and not own) or (not frames and bool(_pattern("client_error").match(arrived)))
         is_client |= any(_pattern("client").search(frame.file) for frame in frames)
         # Another program's log beside that of a server at work.
         served = {one.file for one in self._case.progress if one.kind in ("prefill", "decode")}
@@ -318,12 +320,15 @@ class Failures:
             return
         is_thread = bool(event.thread) and not event.who and "Main" not in event.thread and is_started
         # The one that came first tells most; a row may know the one that arrived.
+        is_cause_known = False
         for error in reversed(chain):
             said = f"{event.said} {error.type}: {error.text}"
             found = self._row_of(error, said, frames, is_started=is_started, role="" if is_thread else role)
-            if found and (found[0].sure or not is_thread) and not (found[0].follows and error is not chain[0]):
+            follows = found is not None and found[0].follows
+            if found and (found[0].sure or not is_thread) and not (follows and (error is not chain[0] or is_cause_known)):
                 yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
                 return
+            is_cause_known = is_cause_known or not follows
         error = chain[-1] if chain[-1].frames or len(chain) == 1 else chain[0]
         # Without arguments or a frame of SGLang's it may be the start of any program.
         is_ours = bool(self._starts) or not frames or any("sglang" in one.file or "srt/" in one.file for one in frames)
@@ -376,6 +381,9 @@ class Failures:
             known = role if role != "scheduler" or not self._case.schedulers else ""
             who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
             who = who or ("" if event.is_cut and role == "scheduler" else role) or ("main process" if is_launch else "")
+            # Ray names the actor in whose process the exception was raised, the innermost last.
+            actors = [found[1] for one in event.chain if (found := re.search(r"\bray::(\w{1,80})[.:]", one.text))]
+            who = who or (actors[-1] if actors else "")
             if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
                 who = " on ".join(filter(None, (who, gpu[0])))
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
