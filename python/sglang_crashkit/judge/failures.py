@@ -325,7 +325,8 @@ class Failures:
             said = f"{event.said} {error.type}: {error.text}"
             found = self._row_of(error, said, frames, is_started=is_started, role="" if is_thread else role)
             follows = found is not None and found[0].follows
-            if found and (found[0].sure or not is_thread) and not (follows and (error is not chain[0] or is_cause_known)):
+            is_victim = follows and (error is not chain[0] or is_cause_known)
+            if found and (found[0].sure or not is_thread) and not is_victim:
                 yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
                 return
             is_cause_known = is_cause_known or not follows
@@ -379,11 +380,12 @@ class Failures:
             who = "main process" if is_launch else ""
         elif not who:
             known = role if role != "scheduler" or not self._case.schedulers else ""
-            who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
+            # Ray names the actor in whose process an exception was raised, the innermost last.
+            texts = [one.text for one in event.chain if not role and kind in ("startup_failed", "exception")]
+            actors = [found[1] for text in texts if (found := re.search(r"\bray::(\w{1,80})[.:]", text))]
+            known = known or (event.side if part in _known("of_a_pair") else "") or (actors[-1] if actors else "")
+            who = known or _only(self._case, event)
             who = who or ("" if event.is_cut and role == "scheduler" else role) or ("main process" if is_launch else "")
-            # Ray names the actor in whose process the exception was raised, the innermost last.
-            actors = [found[1] for one in event.chain if (found := re.search(r"\bray::(\w{1,80})[.:]", one.text))]
-            who = who or (actors[-1] if actors else "")
             if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
                 who = " on ".join(filter(None, (who, gpu[0])))
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
