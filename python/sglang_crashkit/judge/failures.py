@@ -238,7 +238,11 @@ class Failures:
             for one in self._case.progress
         )
         if (self._case.is_started or is_served) and self._case.watched is None:
-            said = [one.text for one in self._case.events if isinstance(one, Line | Progress)]
+            said = [one.text for one in self._case.events if isinstance(one, Line | Progress | Stage)]
+            pool, limit = (next(filter(None, map(_pattern(name).search, said)), None) for name in ("pool", "limit"))
+            if pool and limit and int(limit["limit"]) < min(int(pool["context"]), int(pool["chunk"])):
+                where = (self._case.last_at, 0)
+                yield finding_of("small_pool", where, [limit[0]], pool=pool[1], context=pool[3], limit=limit[1])
             notes = [row["step"] for row in rows("failures", "notes") if any(map(row["pattern"].search, said))]
             # What requests have met that failed one by one.
             # Behind its words pydantic has what the client sent.
@@ -513,7 +517,7 @@ class Failures:
         is_known = bool(self._names(event.pid))
         harm = self._raises or self._exits or any(isinstance(one, Line) and one.level == "critical" for one in events)
         is_well = self._is_outlived(event) or (bool(self._work) and not harm and not event.at)
-        is_ours = is_known or not event.name or _pattern("ours").match(event.name)
+        is_ours = is_known or not event.name or (row or {}).get("any_program") or _pattern("ours").match(event.name)
         if row is None or not is_ours or (row.get("well") and is_well and (not is_known or event.kind == "hung_task")):
             return
         pids = {one.pid for one in self._case.kernel if one.kind == event.kind and one.pid}
@@ -639,6 +643,8 @@ class Failures:
 
     def _vanished(self) -> Iterator[Finding]:
         """Yield that a server which worked starts again in the same log, and nothing says how it ended."""
+        if any(one.reason == "Completed" for one in self._case.containers):
+            return
         for start in (one for one in self._case.servers if one.values):
             own = [one for one in self._case.events if one.file == start.file]
             is_again = any(isinstance(one, Progress) and one.order < start.order for one in own)

@@ -91,7 +91,8 @@ class Stack(Event, frozen=True, kw_only=True):
 class Kernel(Event, frozen=True, kw_only=True):
     """A line of the kernel's log about memory, a GPU, a device or a process."""
 
-    #: ``oom_kill``, ``xid``, ``amdgpu``, ``nvlink``, ``mce``, ``segfault``, ``trap``, ``hung_task``, ``disk``, ``net``
+    #: ``oom_kill``, ``xid``, ``gpu_memory``, ``amdgpu``, ``nvlink``, ``mce``, ``segfault``, ``trap``, ``hung_task``,
+    #: ``disk``, ``net``
     kind: str
     text: str
     pid: int = 0

@@ -82,6 +82,11 @@ STOPS = _compiled(
     ("docker", False, r"docker (?:stop|compose down)|Container \S+ (?:Stopping|Stopped)"),
     ("a person", False, r"killall_sglang|^(?:\S{0,80}[$#] ?|\+ )(?:sudo )?(?:pkill|killall|kill (?:-\w+ )*\d)"),
 )
+#: A unit of systemd that is no server: the driver's, the container engine's, a scheduler's.
+OTHER_UNIT = re.compile(
+    r"\A(?:nvidia|nv|dcgm|docker|containerd|cri-o|kubelet|slurm|munge|systemd|ssh|NetworkManager|snapd|cron)[\w@.-]{0,60}"
+    r"\.(?:service|socket|scope)\b"
+)
 _CODE = re.compile(
     r"(?:[Ee]xit(?:ed)?(?: with)?(?: with)?(?: the)?[ _-]?(?:code|Code|status)?|exitcode|return(?:ed)? code|returncode)"
     r"[:= ]{1,3}(?P<code>-?\d{1,3})\b"
@@ -148,7 +153,7 @@ def exit_of(text: str) -> tuple[int | None, str] | None:
     if match["name"] and match["name"] != "FAILURE":
         return None, f"SIG{match['name']}" if match["status"] != "0" else ""
     code = int(match["code"] or match["status"] or match["docker"] or 0)
-    if code > 0 and "unexpectedly failed with" in text:
+    if code > 0 and code & 0x7F != 0x7F and "unexpectedly failed with" in text:
         # SGLang's handler of SIGCHLD prints the status as waitpid(2) has it.
         return (None, signal_name(code & 0x7F)) if code & 0x7F else (code >> 8, "")
     return code, signal_name(-code if code < 0 else code - 128 if code > 128 else 0)

@@ -14,6 +14,7 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             r"NVRM: Xid \((?:PCI:)?(?P<gpu>[\w:.]{1,24})\): (?P<number>\d+)"
             r"(?:, pid='?(?P<pid>\d+)'?)?(?:, name=(?P<name>[\w:.-]+))?",
         ),
+        ("gpu_memory", r"NVRM: .{0,120}\[NV_ERR_NO_MEMORY\]"),
         (
             "oom_kill",
             r"(?:Memory cgroup out of memory|Out of memory(?: \(\w+\))?): (?:OOM )?[Kk]ill(?:ed)? process "
@@ -63,6 +64,7 @@ def is_telling(text: str) -> bool:
     """Return whether a line without the kernel's carrier has words that only the kernel says."""
     return (
         "NVRM: Xid" in text
+        or "[NV_ERR_NO_MEMORY]" in text
         or "oom-kill:constraint" in text
         or "invoked oom-killer" in text
         or "ut of memory: Kill" in text

@@ -613,13 +613,14 @@ class _File:
             add(GpuKernel, exception=": ".join(found.groups()), text=text[:400])
         elif kernel := _CUDA_KERNEL.match(text):
             add(GpuKernel, who="", device=int(kernel[1]), name=kernel[2][:400], text=text[:400])
-        stop = facts.row_of(facts.STOPS, text[:600])
+        is_other = facts.OTHER_UNIT.match(text) is not None
+        stop = facts.row_of(facts.STOPS, text[:600]) if not is_other else None
         if stop is not None and not (stop[0] == "systemd" and program not in ("systemd", "")):
             add(Stop, by=stop[0], is_end=stop[1], text=text[:400])
         # What failed, or what somebody is told to try, is no stage.
         if not bare and text[1:2] != "." and (stage := facts.row_of(facts.STAGES, text[:400])) is not None:
             add(Stage, name=stage[0], is_done=stage[1], text=text[:200])
-        if (ended := facts.exit_of(text)) is not None and ended != (0, ""):
+        if (ended := facts.exit_of(text)) is not None and ended != (0, "") and not is_other:
             # The line before may say whose it is.
             subject = facts.subject_of(text) or (facts.subject_of(stream.said) if text.startswith("Exit code") else "")
             add(Exit, who=subject, code=ended[0], signal=ended[1], text=text[:400])
