@@ -1,1 +1,1 @@
-"""Stacks and other evidence, taken from running processes."""
+"""Take stacks and other evidence from running processes."""

@@ -7,7 +7,7 @@
       wait_seconds: 1800                  # default 600
       output_dir: "{log_dir}/backtraces"  # the default
 
-What else the file holds is other programs' and is not looked at.
+Other sections belong to other programs and are ignored.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _PLACEHOLDER = re.compile(r"\{(\w*)\}")
 class DebugConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ``debug`` section."""
 
-    enabled: bool = False  # whether anything is to be collected
-    wait_seconds: Annotated[int, msgspec.Meta(ge=0)] = 600  # how long to wait before, in seconds
-    output_dir: Annotated[str, msgspec.Meta(min_length=1)] = "{log_dir}/backtraces"  # where the files go
+    enabled: bool = False  # whether to collect anything
+    wait_seconds: Annotated[int, msgspec.Meta(ge=0)] = 600  # seconds to wait before that
+    output_dir: Annotated[str, msgspec.Meta(min_length=1)] = "{log_dir}/backtraces"  # the folder for the files
 
 
 class _Job(msgspec.Struct):
@@ -36,10 +36,10 @@ class _Job(msgspec.Struct):
 
 
 def read_debug_config(path: Path) -> DebugConfig:
-    """Return the ``debug`` section of the file; the defaults, with `enabled` false, where it has none.
+    """Return the ``debug`` section of the file; the defaults, with `enabled` false, if it has none.
 
     Raises:
-        UsageError: there is no such file, it is not YAML, or the section holds what it must not.
+        UsageError: there is no such file, it is not YAML, or the section has an unknown option or a wrong value.
     """
     try:
         job = msgspec.yaml.decode(path.read_bytes(), type=_Job | None)

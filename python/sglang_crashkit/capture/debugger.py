@@ -1,9 +1,9 @@
-"""Take native stacks and CUDA kernels with cuda-gdb; native stacks with py-spy where it is not there or prints none.
+"""Take native stacks and CUDA kernels with cuda-gdb; if it is absent or prints no stack, native stacks with py-spy.
 
-Each stops its target while it reads: cuda-gdb for as long as the symbols of torch's libraries take, seconds and
-gigabytes. It is run only on a target that stops at once and that no other tool holds, and the target runs on
-afterwards, whatever becomes of the tool; see `tracing`. Sources: GDB's manual, "Mode Options" and "Attach"; NVIDIA's
-CUDA-GDB manual, "info cuda Commands".
+Both stop their target while they read it. cuda-gdb also loads the symbols of torch's libraries, which takes seconds and
+gigabytes. A tool is run only on a target that stops at once and that no other tool traces, and the target continues
+afterwards, even if the tool fails; see `tracing`. Sources: GDB's manual, "Mode Options" and "Attach"; NVIDIA's CUDA-GDB
+manual, "info cuda Commands".
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import Frame, Thread, format_threads
 
 CUDA_GDB, SUBSTITUTE = "cuda-gdb", "py-spy --native"
-#: Where the CUDA toolkit puts it without adding it to PATH.
+#: Where the CUDA toolkit installs cuda-gdb without adding the folder to PATH.
 TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
-#: Nothing of the target's or the user's is run or asked for, and no server of symbols is waited for.
+#: Settings: run no script of the target or the user, ask no question, and query no server of symbols.
 _BEFORE = ("debuginfod enabled off", "auto-load off", "confirm off", "pagination off", "width 0")
 _LISTINGS = ("info cuda devices", "info cuda kernels", "thread apply all bt")
-#: What a debugger takes of memory for the symbols of one process: of torch's libraries alone more than a gigabyte.
+#: Bytes of memory to allow for each debugger: the symbols of torch's libraries alone take more than a gigabyte.
 _BYTES_EACH = 4 << 30
 GET_CUDA_GDB = "apt-get install cuda-gdb-13-0 (NVIDIA's packages) or nvidia-cuda-gdb (Debian's and Ubuntu's)"
 NO_CUDA_GDB = f"cuda-gdb is not installed, so CUDA kernels are not listed; next: {GET_CUDA_GDB}"
 MAY_TRACE = "run it as root or with CAP_SYS_PTRACE (docker run --cap-add=SYS_PTRACE)"
-#: cuda-gdb asks these servers for symbols, whatever its settings say.
+#: cuda-gdb asks the servers in this variable for symbols, whatever its settings are.
 _SYMBOL_SERVERS = "DEBUGINFOD_URLS"
 _REFUSED = "ptrace: Operation not permitted"
 _THREAD = re.compile(r'^Thread \d+ \((?:Thread 0x[0-9a-f]+ )?\(?(?:LWP |process )(\d+)\)?(?: "(.*)")?\):$')
@@ -44,34 +44,34 @@ _PLACE = re.compile(r"(?s)^(?P<function>.*?)(?: at (?P<file>[^:]+):(?P<line>\d+)
 #: A row of the table ends with the dimensions of grid and block (and cluster), then the kernel with its arguments.
 _KERNEL = re.compile(r"^[\s*]*\d+\s.*?(?:\(\d+,\d+,\d+\)\s+){2,3}(\S.*)$")
 _VALUES = re.compile(r"(?:\((?:[^()]|\([^()]*\))*\)| parms=.*)\s*$")
-#: gdb prints a frame's arguments in parentheses behind its function's name, which may hold some itself.
+#: gdb prints a frame's arguments in parentheses after the function's name, which may itself contain parentheses.
 _ARGUMENTS = re.compile(r" \((?:.*)\)$")
 MAX_NAME = 200
-#: Names of templates are long, and what else is longer is hostile.
+#: Characters of a line to parse: names of templates are long; a longer line is not from a normal program.
 _MAX_LINE = 2000
 
 
 @dataclass(frozen=True)
 class Debugged:
-    """What came of taking the native stacks of one process."""
+    """The result of taking the native stacks of one process."""
 
-    tool: str  # what took them, or would have: `CUDA_GDB` or `SUBSTITUTE`
-    text: str = ""  # what it printed
-    problem: str = ""  # why that is not all, or nothing; empty where it is all
-    seconds: float = 0.0  # how long it took; 0 where it was not run
-    threads: tuple[Thread, ...] = ()  # the stacks in it, innermost frame first
-    kernels: tuple[str, ...] = ()  # the names of the CUDA kernels in it
+    tool: str  # the tool that took them, or was to take them: `CUDA_GDB` or `SUBSTITUTE`
+    text: str = ""  # its output
+    problem: str = ""  # why the output is incomplete or missing; empty if it is complete
+    seconds: float = 0.0  # how long it took; 0 if it was not run
+    threads: tuple[Thread, ...] = ()  # the stacks in the output, innermost frame first
+    kernels: tuple[str, ...] = ()  # the names of the CUDA kernels in the output
 
 
 def find_cuda_gdb(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the executable of cuda-gdb by an environment, this process's by default; None where it is not there."""
+    """Return the executable of cuda-gdb by an environment, by default this process's; None if absent."""
     environ = os.environ if environ is None else environ
     homes = [f"{environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     return shutil.which(CUDA_GDB, path=os.pathsep.join([environ.get("PATH", ""), *homes, *TOOLKITS]))
 
 
 def own_environ() -> dict[str, str]:
-    """Return the environment of a debugger: this process's, without the servers of symbols."""
+    """Return the environment for a debugger: this process's, without the servers of symbols."""
     return {name: value for name, value in os.environ.items() if name != _SYMBOL_SERVERS}
 
 
@@ -82,10 +82,10 @@ def debug_all(
     take: Callable[[int, Debugged], None],
     within_secs: float = threading.TIMEOUT_MAX,
 ) -> None:
-    """Debug processes, given with their start times, as many at a time as this host has room for.
+    """Debug processes, given as start times by pid, as many in parallel as `max_at_once` allows.
 
-    One may take `deadline_secs` from its own start; after `within_secs` all are called off. `take` is called with each
-    pid and what came of it, as it ends; when this is interrupted, with what each has printed by then.
+    Each may take `deadline_secs` from its own start; after `within_secs` all are cancelled. `take` is called with each
+    pid and its result when that is there; on an interrupt, with the output so far.
     """
     stop = threading.Event()
     until = time.monotonic() + within_secs
@@ -106,7 +106,7 @@ def debug_all(
 def _debug(
     cuda_gdb: str | None, pid: int, start_ticks: int, deadline_secs: float, stop: threading.Event, guard: ToolGuard
 ) -> Debugged:
-    """Debug a process where nothing speaks against stopping it; `guard` ends the tool where this process is killed."""
+    """Debug a process if it may be stopped; `guard` ends the tool if this process is killed."""
     tool, until = CUDA_GDB if cuda_gdb else SUBSTITUTE, time.monotonic() + deadline_secs
     reason = "called off before its turn" if stop.is_set() else obstacle_of(pid, start_ticks)
     if reason:
@@ -115,7 +115,7 @@ def _debug(
     if cuda_gdb:
         with guard.over(pid, start_ticks) as on_start:
             run = run_tool(command_of(cuda_gdb, pid), deadline_secs, stop, on_start, environ=own_environ())
-            # One that ended by itself has let go by itself.
+            # A debugger that ended by itself has detached by itself.
             left_stopped = run.reason and release({pid: start_ticks})
         problem = f"it may not be traced; next: {MAY_TRACE}" if _REFUSED in run.text else run.reason
         if left_stopped:
@@ -125,7 +125,7 @@ def _debug(
             problem = f"{CUDA_GDB} printed no stack"
         if threads or _REFUSED in run.text or stop.is_set() or time.monotonic() >= until:
             return Debugged(CUDA_GDB, run.text, problem, run.seconds, threads, kernels)
-        # As Debian's 11.8, or one that does not start.
+        # For example Debian's cuda-gdb 11.8, or one that does not start.
         before, seconds = f"{run.text}\n== {problem}; {SUBSTITUTE}:\n", run.seconds
     samples, obstacles = capture_native({pid: start_ticks}, until - time.monotonic(), guard, stop)
     if not samples:
@@ -137,7 +137,7 @@ def _debug(
 
 
 def max_at_once() -> int:
-    """Return how many debuggers this host has the cores and the memory for, at least one."""
+    """Return for how many debuggers this host has the cores and the memory; at least one."""
     cores = len(os.sched_getaffinity(0))
     available = procfs.available_bytes()
     return max(1, cores if available is None else min(cores, available // _BYTES_EACH))
@@ -145,7 +145,7 @@ def max_at_once() -> int:
 
 def command_of(cuda_gdb: str, pid: int) -> list[str]:
     """Return the debugger's command line for process `pid`."""
-    # Arguments of functions may be prompts or keys.
+    # Without the arguments of functions, which may be prompts or keys.
     command = [*begin_command(cuda_gdb, "print frame-arguments none"), "-p", str(pid)]
     for listing in _LISTINGS:
         command += ["-ex", f"echo \\n== {listing}\\n", "-ex", listing]
@@ -153,7 +153,7 @@ def command_of(cuda_gdb: str, pid: int) -> list[str]:
 
 
 def begin_command(program: str, *settings: str) -> list[str]:
-    """Return the begin of a debugger's command line, with the settings that each has and these."""
+    """Return the beginning of a debugger's command line, with the common settings and `settings`."""
     return [program, "-nx", "-batch", *(word for one in (*_BEFORE, *settings) for word in ("-iex", f"set {one}"))]
 
 
@@ -171,7 +171,7 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
             function = _ARGUMENTS.sub("", place["function"])[:MAX_NAME]
             frame = Frame(function, place["file"] or place["library"] or "", int(place["line"] or 0))
             threads[-1][2].append(frame)
-        # An empty line ends a thread.
+        # An empty line ends a thread's stack.
         is_inside = bool(started) or (is_inside and bool(line.strip()))
     return tuple(Thread(name, id_, False, False, tuple(frames)) for name, id_, frames in threads if frames)
 

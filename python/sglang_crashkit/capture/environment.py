@@ -1,8 +1,8 @@
-"""What surrounds a server: versions, its cgroup and the host's pressure, shared memory, and what each process has open.
+"""Read a server's environment: versions, its cgroup, the host's pressure, shared memory, open files and limits.
 
-What cannot be read is left out, and nothing takes its place. Each file is read by `guarded_read`, so that a process or
-a file system that lets a read wait holds up none for long. Sources of the formats: proc(5), and cgroup-v1, cgroup-v2
-and PSI in the kernel's admin guide.
+A value that cannot be read is left out. Each file is read by `guarded_read`, so that a process or a file system that
+blocks a read delays the caller for a short time only. Sources of the formats: proc(5), and cgroup-v1, cgroup-v2 and PSI
+in the kernel's admin guide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DISTRIBUTIONS = (
 )
 _TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=\n]*= *'([^']+)'", re.MULTILINE)
 _DRIVER = re.compile(r"Kernel Module(?: +for \S+)? +(\d\S*)")
-#: For each controller what is reported of it, and the files of v1 and v2; the folder of a cgroup has the first one.
+#: For each controller, the reported values with their files in v1 and v2. A cgroup's folder is found by the first file.
 _CONTROLLERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "memory": {
         "used_bytes": ("memory.usage_in_bytes", "memory.current"),
@@ -48,7 +48,7 @@ _CONTROLLERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
 }
 _MEMORY_LIMIT = ("memory.limit_in_bytes", "memory.max")
-#: v1 writes a number about so large where there is no limit.
+#: In v1, a number of about this size or more means that there is no limit.
 _UNLIMITED = 1 << 60
 _LIMITS = {
     "open_files": resource.RLIMIT_NOFILE,
@@ -57,7 +57,7 @@ _LIMITS = {
     "core_file_bytes": resource.RLIMIT_CORE,
     "stack_bytes": resource.RLIMIT_STACK,
 }
-#: Docker's and containerd's ids of containers, and Kubernetes' of a pod, as they stand in paths.
+#: Ids of containers of Docker and containerd, and of pods of Kubernetes, in paths.
 _CONTAINER = re.compile(r"(?:docker|containers|cri-containerd|crio|libpod)[-/:]([0-9a-f]{64})")
 _POD = re.compile(r"pod(?:s/)?([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 _KUBERNETES = ("POD_NAME", "POD_NAMESPACE", "POD_UID", "POD_IP", "NODE_NAME", "KUBERNETES_SERVICE_HOST")
@@ -65,7 +65,7 @@ _SLURM = ("JOB_ID", "JOB_NAME", "STEP_ID", "PROCID", "NODEID", "JOB_PARTITION", 
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of what a server is made of, of those that are installed; imports none of it."""
+    """Return the versions of Python, the kernel and the installed packages of a server, without importing them."""
     found = {"python": platform.python_version(), "kernel": platform.release()}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -84,7 +84,7 @@ def read_driver() -> str | None:
 
 
 def read_host() -> dict[str, Any]:
-    """Return processors, load, memory in bytes, and pressure of the host."""
+    """Return the host's number of processors, load, memory in bytes, and pressure."""
     memory = dict(re.findall(r"^(\w+): +(\d+) kB$", _text_of(PROC / "meminfo"), re.MULTILINE))
     named = {"total_bytes": "MemTotal", "available_bytes": "MemAvailable", "swap_free_bytes": "SwapFree"}
     texts = {name: _text_of(PROC / "pressure" / name) for name in ("cpu", "memory", "io")}
@@ -99,9 +99,9 @@ def read_host() -> dict[str, Any]:
 
 
 def read_cgroups(pid: int) -> dict[str, Any]:
-    """Return what the cgroups of a process allow, use and count, by controller; v1 and v2.
+    """Return limits, use and counts of the cgroups of a process, by controller; v1 and v2.
 
-    ``memory`` has ``limit_bytes``, the tightest of the group and those above it that can be seen, ``used_bytes``,
+    ``memory`` has ``limit_bytes``, which is the lowest limit of the group and of its visible parents, ``used_bytes``,
     ``peak_bytes``, ``events`` and ``pressure``.
     """
     found: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def read_cgroups(pid: int) -> dict[str, Any]:
             continue
         facts: dict[str, Any] = {"version": group.version, "path": str(group.folder)}
         for name, files in names.items():
-            # The folder itself, where a version has no such file, is nothing to read.
+            # If a version has no such file, the path is the folder, and reading it gives an empty text.
             text = _text_of(group.folder / files[group.version - 1])
             facts[name] = _PARSERS.get(name, _parse_number)(text)
         if controller == "memory":
@@ -124,7 +124,7 @@ def read_cgroups(pid: int) -> dict[str, Any]:
 
 
 def read_process(pid: int) -> dict[str, Any]:
-    """Return how many files a process has open, and its limits; a limit is left out where there is no limit."""
+    """Return how many files a process has open, and its resource limits; an unlimited one is left out."""
     found: dict[str, Any] = {}
     with contextlib.suppress(OSError):
         found["open_files"] = len(os.listdir(PROC / str(pid) / "fd"))  # noqa: PTH208
@@ -137,14 +137,14 @@ def read_process(pid: int) -> dict[str, Any]:
 
 
 def read_shared_memory() -> dict[str, int]:
-    """Return the size of ``/dev/shm`` and what is used of it, in bytes."""
+    """Return the size of ``/dev/shm`` and its used space, in bytes."""
     size = os.statvfs(FOLDER)
     used = size.f_blocks - size.f_bfree
     return {"total_bytes": size.f_blocks * size.f_frsize, "used_bytes": used * size.f_frsize}
 
 
 def read_place(pid: int, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return in which container, pod and Slurm job a process with this environment runs, as far as anything tells."""
+    """Return the container, pod and Slurm job of a process with this environment, as far as they can be found."""
     paths = _text_of(PROC / str(pid) / "cgroup") + _text_of(PROC / str(pid) / "mountinfo")
     container, pod = _CONTAINER.search(paths), _POD.search(paths)
     kubernetes = {name.lower(): environ[name] for name in _KUBERNETES if environ.get(name)}
@@ -166,7 +166,7 @@ def _text_of(path: Path) -> str:
 
 
 def _parse_number(text: str) -> int | None:
-    """Return a number; None if it is missing, or a word or a number that means that there is no limit."""
+    """Return a number; None if it is missing, or is a word or a number that stands for no limit."""
     number = text.strip()
     return int(number) if number.isdigit() and int(number) < _UNLIMITED else None
 

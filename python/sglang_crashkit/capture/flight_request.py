@@ -1,17 +1,17 @@
-"""Ask PyTorch's flight recorders of a process, of NCCL and of gloo, for their dumps, and tell when a dump is whole.
+"""Request dumps of PyTorch's flight recorders of a process, for NCCL and for gloo, and detect complete dumps.
 
-The first NCCL process group of a process has a thread that makes a named pipe, ``<stem><rank>.pipe``, looks about once
-a second whether somebody wrote to it, and has another thread write the dump, ``<stem><rank>``. Sources, as of PyTorch
-2.9 to 2.14: ``DumpPipe`` in ``ProcessGroupNCCL.hpp``, ``HeartbeatMonitor::runLoop`` in ``ProcessGroupNCCL.cpp``, and
-``DebugInfoWriter`` in ``FlightRecorder.cpp``.
+The first NCCL process group of a process has a thread that creates a named pipe, ``<stem><rank>.pipe``. About once a
+second it checks for data in the pipe. If there are any, another thread writes the dump, ``<stem><rank>``. Sources, as
+of PyTorch 2.9 to 2.14: ``DumpPipe`` in ``ProcessGroupNCCL.hpp``, ``HeartbeatMonitor::runLoop`` in
+``ProcessGroupNCCL.cpp``, and ``DebugInfoWriter`` in ``FlightRecorder.cpp``.
 
-The dump has the Python stacks with it, which no variable turns off there, and for them the writing thread needs the
-GIL: where another thread holds that for ever, there is no dump.
+The dump includes Python stacks, which no variable turns off, and the thread that writes it needs the GIL for them. If
+another thread holds the GIL for ever, there is no dump.
 
-PyTorch writes no dump of gloo's recorder by itself. A function of it (``_dump_fr_trace`` of
-``torch._C._distributed_c10d``, in PyTorch 2.9 to 2.14) gives one to the thread of the process that answers for it,
-which needs the GIL, too; see `capture.responder`. The answer is one line with the process's rank and the time since the
-epoch, and the dump, with SGLang's names of its process groups; or one line that says why it is missing.
+PyTorch does not write dumps of gloo's recorder. The thread that answers for the process (see `capture.responder`) gets
+one from ``torch._C._distributed_c10d._dump_fr_trace`` (PyTorch 2.9 to 2.14), and needs the GIL, too. Its answer is a
+line with the process's rank and the time since the epoch, then the dump, with SGLang's names of the process groups; or
+a line with the reason why there is no dump.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from sglang_crashkit.kernel.procfs import open_files, owner_of
 from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.flight_dump import MAX_BYTES, FlightDump, FlightDumpError, parse_dump
 
-#: How many collectives a process keeps, of NCCL and of gloo alike; the second name counts where the first is not set,
-#: and from PyTorch 2.14 on a warning says that it is the old one.
+#: Variables for how many collectives a process records, of NCCL and of gloo alike. The second name is used if the first
+#: is not set; from PyTorch 2.14 on, it causes a deprecation warning.
 BUFFER_SIZE, OLD_BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 PIPE_STEM = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-#: The first that is set counts.
+#: Variables for the stem of the dump's name; the first that is set counts.
 DUMP_STEMS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 _DELETED = " (deleted)"
 _MAX_BYTES = 1 << 16
 _HEAD = re.compile(rb"(\d{1,9}) (\d{1,12}\.\d{1,9})")
 _MAX_REASON = 200
-#: A dump that PyTorch wrote by itself is of what happens now if it is no older than this, in seconds.
+#: A dump that PyTorch wrote unasked belongs to this incident if it is no older than this, in seconds.
 _UNASKED_SECS = 120.0
 
 
 class FlightPlace(msgspec.Struct, frozen=True):
-    """Where the flight recorder of one process is asked and where it writes, as the process itself was told."""
+    """The paths of the pipe and the dump of one process's flight recorder, as set in the process itself."""
 
-    pipe_stem: str  # what the name of its pipe begins with; empty where it makes none
-    dump_stem: Annotated[str, msgspec.Meta(min_length=1)]  # what the name of its dump begins with
-    is_own: bool  # no other process writes there
+    pipe_stem: str  # the beginning of the path of its pipe; empty if it has none
+    dump_stem: Annotated[str, msgspec.Meta(min_length=1)]  # the beginning of the path of its dump
+    is_own: bool  # no other process writes dumps there
 
     def write(self, runtime: Path, pid: int, start_ticks: int) -> None:
-        """Say so for process `pid`.
+        """Save this for process `pid` in the runtime folder.
 
         Raises:
             OSError: the folder is gone or full.
@@ -64,7 +64,7 @@ class FlightPlace(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, runtime: Path, pid: int, start_ticks: int) -> FlightPlace | None:
-        """Return what process `pid` said, None where it said nothing."""
+        """Return what process `pid` saved in the runtime folder; None if there is nothing, or it cannot be read."""
         try:
             data = read_regular(HookFiles.of(runtime, pid, start_ticks).flight, _MAX_BYTES)
             return msgspec.json.decode(data, type=cls)
@@ -74,7 +74,7 @@ class FlightPlace(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Received:
-    """One dump: the global rank whose it is, its bytes, what they say, and when it was written, since the epoch."""
+    """One dump: its global rank, its bytes, its parsed contents, and when it was written (seconds since the epoch)."""
 
     rank: int
     data: bytes
@@ -83,15 +83,15 @@ class Received:
 
 
 class FlightRequest:
-    """One dump of one process, from the trigger to the whole file.
+    """The request for one dump of one process, from the trigger to the complete file.
 
-    Where an earlier request for it came to no end, a dump that is there (`is_late`) was not written unasked.
+    `is_late` means that an earlier request got no dump. A dump that exists may then be of that request, not unasked.
     """
 
     def __init__(self, pid: int, place: FlightPlace, *, is_late: bool = False) -> None:
         self.pid = pid
-        #: The dump was there before anybody asked for it: PyTorch writes one before it ends a process in which a
-        #: collective took too long.
+        #: The dump existed before it was requested: PyTorch writes one before it ends a process in which a collective
+        #: took too long.
         self.is_unasked = False
         self._place, self._is_late = place, is_late
         self._path: Path | None = None
@@ -100,10 +100,10 @@ class FlightRequest:
         self._tried: tuple[int, ...] | None = None
 
     def send(self) -> None:
-        """Ask for the dump, unless PyTorch wrote one unasked; return at once.
+        """Request the dump, unless PyTorch wrote one unasked; return at once.
 
         Raises:
-            FlightDumpError: it cannot be asked: there is no pipe, it has no reader, or it is not the process's own.
+            FlightDumpError: there is no pipe, it has no reader, or it is not the process's own.
         """
         if self.take_unasked():
             return
@@ -116,8 +116,8 @@ class FlightRequest:
             raise FlightDumpError(str(error)) from error
 
     def take_unasked(self) -> bool:
-        """Say whether there is a dump already, which `look` will return then."""
-        # Where others write too it may be of another process; an old one is of an earlier incident.
+        """Return whether PyTorch wrote a dump unasked; if so, `look` will return it."""
+        # If other processes write there, too, a dump may be of one of them; an old dump is of an earlier incident.
         stem = Path(self._place.dump_stem)
         with contextlib.suppress(OSError):
             for path in stem.parent.iterdir() if self._place.is_own and not self._is_late else ():
@@ -133,7 +133,7 @@ class FlightRequest:
         self._rank, self._path = rank, Path(f"{self._place.dump_stem}{rank}")
 
     def look(self) -> Received | None:
-        """Return the dump when it is whole, None while it is not.
+        """Return the dump when it is complete, None before then.
 
         Raises:
             FlightDumpError: the file is not a dump.
@@ -156,22 +156,22 @@ class FlightRequest:
             self._tried = mark
             return None
         if self._place.is_own:
-            # The next one is told from this one by its being there.
+            # Remove this dump, so that the next one is recognised by its existence.
             path.unlink(missing_ok=True)
         return Received(self._rank, data, dump, seconds)
 
     def leftover(self) -> str:
-        """Say what there is of a dump that did not become whole."""
+        """Describe the file of a dump that was not completed."""
         mark = self._mark()
         if mark is None or mark == self._before:
             return "no file appeared"
         return f"{self._path} has {mark[-1]} bytes"
 
     def _find_pipe(self) -> tuple[Path, int]:
-        """Return the kernel's link to the pipe that the process reads, and the rank in its name.
+        """Return the link in ``/proc`` to the pipe that the process reads, and the rank in the pipe's name.
 
-        Not the name itself: of several processes that have the same stem and the same rank, as replicas have, each
-        takes away the name of the pipe of the one before, which reads it nonetheless.
+        The pipe is not opened by its name: if several processes have the same stem and rank, as replicas have, each one
+        unlinks the pipe of the one before, which still reads from it.
         """
         stem = self._place.pipe_stem
         for link, path in open_files(self.pid):
@@ -181,7 +181,7 @@ class FlightRequest:
         raise FlightDumpError(f"there is no pipe {stem or '<unset>'}<rank>.pipe: NCCL was not initialised")
 
     def _mark(self) -> tuple[int, ...] | None:
-        """Return what changes when the dump is written anew, its length in bytes last; None if absent."""
+        """Return numbers that change when the dump is written again, its length in bytes last; None if absent."""
         try:
             status = self._path.lstat() if self._path is not None else None
         except OSError:
@@ -194,11 +194,11 @@ def _is_rank(text: str) -> bool:
 
 
 class NoRecorderError(FlightDumpError):
-    """The process keeps nothing of what it does over gloo; the message says why."""
+    """The process does not record its gloo collectives; the message is the reason."""
 
 
 class GlooRequest:
-    """One dump of process `pid`, from the question at the socket `path` to the whole answer."""
+    """The request for one gloo dump of process `pid`, from the question at the socket `path` to the complete answer."""
 
     is_unasked = False
 
@@ -208,10 +208,10 @@ class GlooRequest:
         self._conversation: Conversation | None = None
 
     def send(self) -> None:
-        """Ask for the dump; return at once.
+        """Request the dump; return at once.
 
         Raises:
-            FlightDumpError: nothing answers there.
+            FlightDumpError: no thread listens at the socket.
         """
         try:
             self._conversation = Conversation(self._path, self._pid, COLLECTIVES)
@@ -219,7 +219,7 @@ class GlooRequest:
             raise FlightDumpError(f"no thread of it answers: {error.strerror or error}") from error
 
     def look(self) -> Received | None:
-        """Return the dump when it is whole, None while it is not.
+        """Return the dump when it is complete, None before then.
 
         Raises:
             FlightDumpError: the answer is not a dump.
@@ -232,7 +232,7 @@ class GlooRequest:
         return parse_answer(bytes(answer)) if reason is not None else None
 
     def leftover(self) -> str:
-        """Say what there is of a dump that did not become whole."""
+        """Describe what came of an answer that was not completed."""
         return f"{len(self._answer)} bytes came" if self._answer else "no answer, the GIL is not to be had"
 
     @property
@@ -240,7 +240,7 @@ class GlooRequest:
         return self._conversation.answer if self._conversation is not None else bytearray()
 
     def close(self) -> None:
-        """Wait for the answer no longer."""
+        """Close the connection; the answer is no longer awaited."""
         if self._conversation is not None:
             self._conversation.connection.close()
 
@@ -249,8 +249,8 @@ def parse_answer(answer: bytes) -> Received:
     """Return the dump in an answer.
 
     Raises:
-        NoRecorderError: the answer says that there is no recorder.
-        FlightDumpError: it is no answer.
+        NoRecorderError: the process has no recorder; the answer is the reason.
+        FlightDumpError: the answer is malformed.
     """
     line, _, data = answer.partition(b"\n")
     head = _HEAD.fullmatch(line)

@@ -1,7 +1,7 @@
-"""What the GPUs' driver says of them: asked by a child process with a deadline, and watched by another for Xid events.
+"""Facts about the GPUs from their driver: one child process queries it with a deadline, another watches for Xid events.
 
-Its library is not loaded here: it is big, and a driver that hangs holds up its caller. A child that even SIGKILL does
-not end is left behind. See `gpu_facts_child`.
+The driver's library is not loaded here: it is big, and a driver that hangs blocks its caller. A child that even SIGKILL
+does not end is left behind. See `gpu_facts_child`.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from typing import Any
 from sglang_crashkit.capture.tools import BackgroundTool, ToolRun
 
 _CHILD = "sglang_crashkit.capture.gpu_facts_child"
-#: What NVIDIA's driver makes where there is a GPU; the second is that of WSL.
+#: Device files that NVIDIA's driver creates if there is a GPU; the second is for WSL.
 _DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 _NVML = "libnvidia-ml.so.1"
-#: A hundred GPUs with all their links take less.
+#: The most bytes of output; a hundred GPUs with all their links take less.
 _MAX_OUTPUT = 8 << 20
-#: A killed child is waited for this long, in seconds: in uninterruptible sleep it cannot end yet.
+#: Seconds to wait for the end of a killed child: in uninterruptible sleep it cannot end yet.
 _REAP_SECS = 0.2
 
 
 def has_gpu(environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether this machine has a GPU that the driver's library knows."""
+    """Return whether this machine has a GPU driver, by its device files or its library."""
     folders = environ.get("LD_LIBRARY_PATH", "").split(":")
     return any(map(os.path.exists, _DEVICES)) or any(Path(folder, _NVML).exists() for folder in folders if folder)
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What the driver said."""
+    """The driver's answer."""
 
-    #: ``version`` and ``cuda``, and how many ``gpus`` there are; empty where it did not answer.
+    #: ``version``, ``cuda`` and the number of ``gpus``; empty if the driver did not answer.
     driver: dict[str, Any] = field(default_factory=dict)
-    gpus: list[dict[str, Any]] = field(default_factory=list)  # each as `gpu_facts_child` has it; those that it came to
-    reason: str = ""  # why that is not all; empty where it is
+    gpus: list[dict[str, Any]] = field(default_factory=list)  # each GPU read so far, in `gpu_facts_child`'s format
+    reason: str = ""  # why the answer is incomplete; empty if it is complete
     seconds: float = 0.0  # how long it took
 
 
 def ask_driver(seconds: float) -> BackgroundTool:
-    """Ask the driver once, for at most so many seconds; see `facts_of`.
+    """Query the driver once, for at most `seconds`; see `facts_of`.
 
     Raises:
-        RuntimeError: the system gives no thread.
+        RuntimeError: no thread can be started.
     """
     return BackgroundTool("GPU facts", _command("facts"), seconds, _MAX_OUTPUT)
 
 
 def facts_of(run: ToolRun) -> GpuFacts:
-    """Return what the driver said."""
+    """Return the facts in the output of the child."""
     answers: dict[str, Any] = {}
     gpus = []
     for one in _objects(run.text):
@@ -70,7 +70,7 @@ def facts_of(run: ToolRun) -> GpuFacts:
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
-        # The last one may be cut off.
+        # The last line may be cut off.
         with contextlib.suppress(ValueError):
             value = json.loads(line)
             if isinstance(value, dict):
@@ -78,15 +78,15 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 class XidWatch:
-    """A child that tells of Xid events from `begin` on, and lives as long as this process.
+    """A child that reports Xid events from `begin` on, and lives as long as this process.
 
-    What it says is read when somebody wants to know, and never waited for.
+    `look` reads its reports and never waits for them.
 
     Attributes:
-        start: ``time`` since when it watches, in seconds since the epoch, the ``gpus`` with their error counters of
-            that time, and ``errors`` by the GPUs that they keep from being watched; empty where it has not said so.
-        xids: the events, each with ``xid``, ``bus_id`` (None where that is not known) and ``time``.
-        problem: why it tells of none, or no more; empty where it does.
+        start: ``time``, when the watch began, in seconds since the epoch; the ``gpus`` with their error counters at
+            that time; and ``errors``, each with the GPUs that could not be watched. Empty until the child reports it.
+        xids: the events, each with ``xid``, ``bus_id`` (None if that is not known) and ``time``.
+        problem: why no events are reported, or no more; empty while the watch runs.
         pid: of the child; 0 before it begins.
     """
 
@@ -98,10 +98,10 @@ class XidWatch:
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Start the child. To be called by the main thread: of another one's end the kernel would tell the child, too.
+        """Start the child. Call this from the main thread: the kernel kills the child when the calling thread ends.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the child cannot be started.
         """
         self._process = subprocess.Popen(
             _command("watch"),
@@ -115,7 +115,7 @@ class XidWatch:
         os.set_blocking(self._process.stdout.fileno(), False)
 
     def look(self) -> None:
-        """Take in what it said since the last look."""
+        """Read the child's reports since the last call."""
         while self._process is not None and self._process.stdout is not None:
             try:
                 chunk = os.read(self._process.stdout.fileno(), 1 << 16)
@@ -134,7 +134,7 @@ class XidWatch:
                     self.xids.append(event)
 
     def close(self, problem: str = "the crash handler ended") -> None:
-        """End it for such a reason."""
+        """End the child; `problem` is the reason."""
         if self._process is None or self._process.stdout is None:
             return
         self._process.stdout.close()

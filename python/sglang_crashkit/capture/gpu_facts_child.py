@@ -1,12 +1,12 @@
-"""What the library of the GPUs' driver says, read in a process of its own: a driver may hang, the libraries are big.
+"""Query the library of the GPUs' driver in a process of its own, as a driver may hang, and the libraries are big.
 
-A program, started by `gpu_facts`. It writes JSON objects, one a line, as it learns of them: what came before a call
-that hangs is there. With ``facts``: ``driver``, then a ``gpu`` each. With ``watch``: ``start``, each GPU with its error
-counters of now, then an ``xid`` for each event, for as long as who started it lives.
+`gpu_facts` starts this program. It prints JSON objects, one a line, each as soon as it is known, so that a call that
+hangs does not lose the earlier ones. With ``facts``: ``driver``, then a ``gpu`` each. With ``watch``: ``start``, each
+GPU with its current error counters, then an ``xid`` for each event, for as long as the process that started it lives.
 
-Names and units are those of NVIDIA's ``nvml.h``, but for power, which is in watts, and memory, which is in bytes. A GPU
-is named by its PCI bus id as ``domain:bus:device`` in lower-case hexadecimal. What a driver does not support is left
-out, and stands in ``errors``: what was asked, by the error.
+Names and units are those of NVIDIA's ``nvml.h``, except that power is in watts and memory in bytes. A GPU is named by
+its PCI bus id as ``domain:bus:device`` in lower-case hexadecimal. A value that the driver does not support is left out;
+its name is in ``errors``, by the error.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-#: After this number of events another one teaches nothing, and the pipe is nearly full.
+#: The most events to report: more add no information, and the pipe is nearly full.
 _MAX_EVENTS = 128
-#: How long one wait for an event lasts, in milliseconds; `nvmlEventSetWait_v2` then answers NVML_ERROR_TIMEOUT.
+#: How long one wait for an event lasts, in milliseconds; and NVML_ERROR_TIMEOUT, its result in `nvmlEventSetWait_v2`.
 _WAIT_MS, _TIMEOUT = 60_000, 10
-#: As ``pynvml`` loads it.
+#: The library that ``pynvml`` loads.
 _LIBRARY = "libnvidia-ml.so.1"
 #: The bits of `nvmlDeviceGetCurrentClocksThrottleReasons`, from the lowest on (``nvmlClocksEventReason...``).
 _REASONS = (
@@ -40,13 +40,13 @@ _LINK_COUNTERS = ("replay", "recovery", "crc_flit", "crc_data")
 
 
 class Attempts:
-    """Calls that may fail, each by itself; `errors` has what failed, by the error."""
+    """Makes calls that may fail independently; `errors` has the names of those that failed, by the error."""
 
     def __init__(self) -> None:
         self.errors: dict[str, list[str]] = {}
 
     def __call__(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what `call` answers, None where it raises, which is noted under the name `what`."""
+        """Return the result of `call`; if it raises, record the error under the name `what` and return None."""
         try:
             return call(*arguments)
         except Exception as error:  # noqa: BLE001 - each library has its own, and none is to cost the other facts
@@ -57,13 +57,13 @@ class Attempts:
 
 
 def bus_id(text: str) -> str:
-    """Return a PCI bus id as ``domain:bus:device``, however long its domain is, with a function or without."""
+    """Return a PCI bus id, with a domain of any length, with or without a function, as ``domain:bus:device``."""
     domain, bus, device = text.lower().split(".")[0].split(":")
     return f"{int(domain, 16):04x}:{bus}:{device}"
 
 
 def nvml_facts(nvml: Any) -> Iterator[dict[str, Any]]:
-    """Yield what ``pynvml`` says."""
+    """Yield the facts from ``pynvml``."""
     nvml.nvmlInit()
     attempt = Attempts()
     version = attempt("version", nvml.nvmlSystemGetDriverVersion)
@@ -88,7 +88,7 @@ def _nvml_gpu(nvml: Any, index: int) -> dict[str, Any]:
         milliwatts = ask(what, name)
         return milliwatts and milliwatts / 1000
 
-    # The name that all drivers have; from 535 on there is another one, too.
+    # All drivers have the function of this name; from 535 on there is a second name, too.
     bits = ask("throttle", "nvmlDeviceGetCurrentClocksThrottleReasons")
     memory, rates = ask("memory", "nvmlDeviceGetMemoryInfo"), ask("utilisation", "nvmlDeviceGetUtilizationRates")
     processes = ask("processes", "nvmlDeviceGetComputeRunningProcesses_v3")
@@ -116,7 +116,7 @@ def _identity(nvml: Any, handle: Any, attempt: Attempts) -> dict[str, Any]:
 
 
 def _nvml_counters(nvml: Any, handle: Any, attempt: Attempts) -> dict[str, Any]:
-    """Return what only ever grows: ECC errors, remapped rows, and the errors of each NVLink that is up."""
+    """Return counters that never decrease: ECC errors, remapped rows, and the errors of each NVLink that is up."""
     ecc = {
         f"{kind}_{since}": attempt("ecc", nvml.nvmlDeviceGetTotalEccErrors, handle, kind_number, since_number)
         for kind_number, kind in enumerate(("corrected", "uncorrected"))
@@ -130,7 +130,7 @@ def _nvml_counters(nvml: Any, handle: Any, attempt: Attempts) -> dict[str, Any]:
         except nvml.NVMLError as error:
             if not links:
                 attempt.errors.setdefault(str(error), []).append("nvlink")
-            # It has no more.
+            # The GPU has no more links.
             break
         links[str(link)] = _known(
             {"up": int(is_up)}
@@ -149,7 +149,7 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def watch(nvml: Any) -> Iterator[dict[str, Any]]:
-    """Yield ``start``, then each Xid event, until the library says that there are no more."""
+    """Yield ``start``, then each Xid event; RuntimeError when a wait fails, or after `_MAX_EVENTS` events."""
     nvml.nvmlInit()
     events, attempt, addresses, gpus = nvml.nvmlEventSetCreate(), Attempts(), {}, []
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -163,16 +163,16 @@ def watch(nvml: Any) -> Iterator[dict[str, Any]]:
     yield {"start": {"time": time.time(), "gpus": gpus, "errors": attempt.errors}}
 
     class Event(ctypes.Structure):
-        # Its own class looks names up in the module.
+        # Not the class of pynvml, which looks names up in that module, whose names are removed below.
         _fields_ = nvml.c_nvmlEventData_t._fields_
 
     data, library = Event(), ctypes.CDLL(_LIBRARY)
     library.nvmlErrorString.restype = ctypes.c_char_p
     del nvml
-    # Gives back the memory of a module with thousands of names: 11 of 28 MB.
+    # Free the memory of a module with thousands of names: 11 of 28 MB.
     sys.modules.pop("pynvml").__dict__.clear()
     gc.collect()
-    # Other C libraries than glibc have none.
+    # Only glibc has this function.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -190,9 +190,9 @@ def _number_of(handle: Any) -> int | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what is asked: the arguments are the pid of who started it, and ``facts`` or ``watch``."""
+    """Run the program; the arguments are the pid of the process that started it, and ``facts`` or ``watch``."""
     parent, what = arguments
-    # Where its starter is killed nothing else ends it.
+    # Ask the kernel to kill this process with the one that started it: nothing else would end it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
         return 1

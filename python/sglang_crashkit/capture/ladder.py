@@ -1,17 +1,17 @@
-"""Take the Python stacks of processes, one way after the other until one gives them, within one time.
+"""Take the Python stacks of processes by three methods in turn, until one succeeds, within one deadline.
 
-1. py-spy, from outside, without a pause: needs permission to trace, and nothing of the process.
-2. a thread of the process itself: needs its GIL, and no permission.
-3. faulthandler, in a signal handler of the process: needs neither, and a thread that takes a signal. It may crash the
-   process, so that it is for one that is about to be ended.
+1. py-spy, from outside, without a pause: it needs permission to trace, and nothing from the process.
+2. A thread of the process itself: it needs the GIL, but no permission.
+3. faulthandler, in a signal handler of the process: it needs neither, but a thread that takes a signal. It may crash
+   the process, so it is only for a process that is about to be ended.
 
-The second and the third work for a process that prepared them at its start; see `kernel.stack_hooks`.
+Methods 2 and 3 work only for a process that prepared them at its start; see `kernel.stack_hooks`.
 
-A signal handler runs when the kernel delivers the signal, whatever holds the GIL. faulthandler walks the frames of all
-threads without that lock; where another thread runs Python meanwhile it may read a frame that is being freed. So it is
-asked only when the GIL is not to be had, or nothing runs Python, and not of a stopped or traced process. The form of
-what it writes is that of ``Python/traceback.c`` and ``Modules/faulthandler.c`` of CPython 3.10 to 3.14: the newest of
-at most 100 threads first, so that the main thread comes last, with at most 100 frames each.
+A signal handler runs when the kernel delivers the signal, whichever thread holds the GIL. faulthandler walks the frames
+of all threads without the GIL. If another thread runs Python at the same time, it may read a frame that is being freed.
+So it is used only if the GIL cannot be had or no thread runs Python, and never on a stopped or traced process. Its
+output has the format of ``Python/traceback.c`` and ``Modules/faulthandler.c`` of CPython 3.10 to 3.14: at most 100
+threads with at most 100 frames each, the newest thread first, so that the main thread comes last.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks, read_stack_hooks
 from sglang_crashkit.model.sample import Frame, Sample, Thread, are_whole
 
-#: What py-spy gets of the time where there is another way, and what the threads get.
+#: The shares of the time for py-spy, if there is another method, and for the threads of the processes.
 _PYSPY_SHARE, _RESPONDER_SHARE = 0.5, 0.2
-#: What either way within the process gets at least, also when the time is over: a machine that stood still, as a
-#: virtual one does now and then, gave it to no process.
+#: The least share for each method inside the process, even after the deadline: a machine that was paused, as virtual
+#: machines are now and then, let no process run in that time.
 _LEAST_SHARE = 0.15
 
 _POLL_SECS = 0.005
@@ -55,13 +55,13 @@ def capture_all(
     *,
     may_signal: bool = False,
 ) -> list[Sample]:
-    """Take the stacks of all processes side by side; return a result for each, in the order given.
+    """Take the stacks of all processes in parallel; return a result for each, in the order given.
 
     Args:
         processes: start time of each process by its pid; see `procfs.ProcStat`.
-        folder: the runtime folder, where processes say which hooks they have; by pid where they are of several servers.
-        deadline_secs: the longest that it may take, in seconds; a third more on a machine that stood still meanwhile.
-        may_signal: the third way is open: the processes are about to be ended.
+        folder: the runtime folder, in which processes register their hooks; by pid if they are of several servers.
+        deadline_secs: the longest that this may take, in seconds; a third more if the machine was paused meanwhile.
+        may_signal: the processes are about to be ended, so the third method may be used.
     """
     folders = dict.fromkeys(processes, folder) if isinstance(folder, Path) else folder
     started = time.monotonic()
@@ -73,7 +73,7 @@ def capture_all(
     results: dict[int, Sample] = {}
 
     def left(but: str) -> list[StackHooks]:
-        """Return the prepared ones without a stack, `but` not those that are gone or in one of these states."""
+        """Return the prepared processes without a stack that still exist and are not in one of the states `but`."""
         without = [hooks for hooks in prepared if not results[hooks.pid].threads]
         stats = [(hooks, procfs.read_stat(hooks.pid, hooks.start_ticks)) for hooks in without]
         return [hooks for hooks, stat in stats if stat is not None and stat.state not in but]
@@ -83,7 +83,7 @@ def capture_all(
 
     share = _PYSPY_SHARE if prepared else 1.0
     _take_in(results, sample_all(list(processes), share * deadline_secs), 0.0)
-    # Waiting for one that is stopped costs the others their time.
+    # Not the stopped processes: to wait for their answer would take time from the others.
     if asked := left(but="ZXTt"):
         since = time.monotonic() - started
         files = {one.pid: HookFiles.of(folders[one.pid], one.pid, one.start_ticks).socket for one in asked}
@@ -95,7 +95,7 @@ def capture_all(
 
 
 def _take_in(results: dict[int, Sample], samples: Sequence[Sample], later_secs: float) -> None:
-    """Put new samples in the place of earlier ones, whose problems they keep; they began so many seconds later."""
+    """Replace earlier samples with new ones, but keep their problems; the new ones began `later_secs` later."""
     for new in samples:
         earlier = results.get(new.pid)
         problems = [earlier.problem] if earlier else []
@@ -109,7 +109,7 @@ def _take_in(results: dict[int, Sample], samples: Sequence[Sample], later_secs: 
 def ask_faulthandler(
     processes: Sequence[StackHooks], folders: Mapping[int, Path], deadline_secs: float
 ) -> list[Sample]:
-    """Ask all processes side by side, each with its runtime folder; return a result for each, in the order given."""
+    """Take stacks by faulthandler in parallel; return them in the order given. `folders` has runtime folders by pid."""
     started = time.monotonic()
     results: dict[int, Sample] = {}
     waiting: dict[StackHooks, Path] = {}
@@ -141,7 +141,7 @@ def ask_faulthandler(
 
 
 def _ask(hooks: StackHooks, file: Path) -> str:
-    """Send the signal; return why it was not sent, empty when it was."""
+    """Send the signal; return why it could not be sent, an empty text if it was."""
     if hooks.signal == 0:
         return "faulthandler has no signal there"
     try:
@@ -157,7 +157,7 @@ def _ask(hooks: StackHooks, file: Path) -> str:
         if thread is None:
             return "no thread of it can take a signal now: all are in uninterruptible sleep or block it"
         os.truncate(file, 0)
-        # Before glibc 2.30 there is no function for it.
+        # glibc has tgkill since version 2.30.
         tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
         if thread == hooks.pid or tgkill is None:
             signal_pidfd(pidfd, hooks.signal)
@@ -171,7 +171,7 @@ def _ask(hooks: StackHooks, file: Path) -> str:
 
 
 def _thread_to_ask(hooks: StackHooks) -> int | None:
-    """Return a thread that takes the signal at once: the main thread where it does, as the kernel prefers it too."""
+    """Return a thread that takes the signal at once: the main thread if it does, which the kernel prefers, too."""
     states = procfs.thread_states(hooks.pid)
     for thread in sorted(states, key=lambda thread: (thread != hooks.pid, thread)):
         if states[thread] in "RSI":
@@ -183,28 +183,28 @@ def _thread_to_ask(hooks: StackHooks) -> int | None:
 
 @dataclass(frozen=True)
 class FaulthandlerOutput:
-    """What faulthandler wrote."""
+    """The parsed output of faulthandler."""
 
-    error: str  # the fatal error in its words, such as ``Segmentation fault``; empty if absent
-    #: The threads, the current one first; `Thread.active` is true of the one that hit the error.
+    error: str  # the name of the fatal error, such as ``Segmentation fault``; empty if absent
+    #: The threads, the one that hit the error first; `Thread.active` is true for that one.
     threads: tuple[Thread, ...]
-    is_whole: bool  # the main thread is among them, to its outermost frame
+    is_whole: bool  # the threads include the main thread up to its outermost frame
 
 
 def parse_faulthandler(text: str, pid: int, main_thread: int, roots: Sequence[str] = ()) -> FaulthandlerOutput:
-    """Read faulthandler's output, or as much of it as there is.
+    """Parse faulthandler's output, which may be incomplete.
 
-    `main_thread` is Python's identifier of process `pid`'s main thread. Paths are shortened by the folders `roots`.
+    `main_thread` is Python's identifier of the main thread of process `pid`. The folders `roots` are cut off paths.
     """
     error, is_whole, current = "", False, None
     stacks: dict[int, tuple[str, list[Frame]]] = {}  # name and frames of each thread by its identifier
     ordered_roots = sorted((root.rstrip("/") + "/" for root in roots if root), key=len, reverse=True)
-    # What has no newline is being written.
+    # A line without its newline is still being written.
     for line in text[: text.rfind("\n") + 1].splitlines():
         if found := _THREAD.fullmatch(line):
             ident = int(found[2], 16)
             if ident in stacks:
-                # It was told to write once more; the first time is that of the event.
+                # faulthandler wrote a second time; the first output is the one of the event.
                 break
             stacks[ident] = ("MainThread" if ident == main_thread else found[3] or "", [])
             current = current if found[1] == "Thread" else ident
@@ -218,7 +218,7 @@ def parse_faulthandler(text: str, pid: int, main_thread: int, roots: Sequence[st
             error = found[1].strip()
     is_whole = is_whole or (main_thread in stacks and are_whole(stacks[main_thread][1]))
     threads = [
-        # The current one got the signal; one that was asked for a stack need not have been at work.
+        # The current thread got the signal. If the signal asked for a stack, that thread need not have been active.
         Thread(name, pid if one == main_thread else None, one == current and bool(error), False, tuple(frames))
         for one, (name, frames) in stacks.items()
     ]

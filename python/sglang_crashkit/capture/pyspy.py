@@ -1,8 +1,8 @@
-"""Take the stacks of Python processes with py-spy: of all at once, each within a deadline.
+"""Take the stacks of Python processes with py-spy, of all in parallel, each within a deadline.
 
 ``--nonblocking`` reads the target's memory without pausing it: it works on a stopped process and never waits for a
-thread in uninterruptible sleep. A snapshot of a running process may be inconsistent; py-spy then says so, and it is
-taken again. ``--native`` stops the target while it reads, so it is run only where nothing speaks against that; see
+thread in uninterruptible sleep. A snapshot of a running process may be inconsistent; py-spy then reports an error, and
+is run again. ``--native`` stops the target while it reads, so it is run only on a process that may be stopped; see
 `tracing`.
 """
 
@@ -29,21 +29,21 @@ EXECUTABLE_VARIABLE = "SGLANG_CRASHKIT_PYSPY"
 
 Mode = Literal["--nonblocking", "--native"]
 
-#: How often it is tried: a snapshot without a pause may be torn, one with a pause is not.
+#: How often to run py-spy: a snapshot of a running process may be inconsistent, one of a paused process is not.
 _ATTEMPTS: dict[Mode, int] = {"--nonblocking": 6, "--native": 1}
-#: How often it is taken without the whole main thread: a list of threads or frames that changes meanwhile may lose it,
-#: or its outermost frames, silently. An interpreter that ends has no more.
+#: How often to run py-spy for a complete main thread: if lists of threads or frames change while it reads, it may omit
+#: that thread or its outermost frames without an error. An interpreter that is shutting down has no complete one.
 _ATTEMPTS_AT_MAIN_THREAD = 3
-#: So many run side by side on any machine: a host's ranks, of which some may be slow to read.
+#: How many py-spy may run in parallel on any machine: as many as a host has ranks, some of which may be slow to read.
 _LEAST_AT_ONCE = 8
-#: Two hundred threads a hundred frames deep take 6 MB.
+#: The most bytes of output. Two hundred threads a hundred frames deep take 6 MB.
 MAX_OUTPUT = 16 << 20
 
 
 def find_pyspy() -> str | None:
     """Return py-spy's executable, None if absent.
 
-    That of ``SGLANG_CRASHKIT_PYSPY`` where it is set, else of this interpreter's environment, else the first on PATH.
+    It is the value of ``SGLANG_CRASHKIT_PYSPY`` if set, else beside this interpreter, else the first on PATH.
     """
     named = os.environ.get(EXECUTABLE_VARIABLE)
     if named:
@@ -59,20 +59,20 @@ def sample_all(
     on_start: Mapping[int, Callable[[int], None]] | None = None,
     stop: threading.Event | None = None,
 ) -> list[Sample]:
-    """Take the stacks of all of `pids` side by side; return a result for each, in the order given.
+    """Take the stacks of all of `pids` in parallel; return a result for each, in the order given.
 
-    Where they are too many to run at once, each gets an equal part of the time that is left when its turn comes: py-spy
-    of one that blocks, as in uninterruptible sleep, does not cost another its turn.
+    If they are too many to run at once, they run in turns, and each turn gets an equal part of the time that is left.
+    So a py-spy that blocks, for example in uninterruptible sleep, does not cost another process its turn.
 
-    py-spy is killed at the end of `deadline_secs`, and when `stop` is set. `on_start` has by process what is called
-    with the pid of its py-spy, which is its process group's as well.
+    py-spy is killed after `deadline_secs`, and when `stop` is set. `on_start` has a function for each process, which is
+    called with the pid of its py-spy, the leader of a process group.
     """
     since, call_off = time.monotonic(), stop or threading.Event()
     wanted, path = list(dict.fromkeys(pids)), find_pyspy()
     if path is None:
         return [Sample(pid=pid, problem="py-spy is not installed; next: pip install py-spy") for pid in wanted]
 
-    # Of many that share few cores none ends in time; of a few in turns most do.
+    # If many run at once on few cores, none ends in time; if they take turns, most do.
     at_once = max(1, min(len(wanted), max(_LEAST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))))
 
     def take(pid: int, turns: int) -> Sample:
@@ -117,11 +117,11 @@ def sample_all(
                 try:
                     taken.append(pool.submit(take, pid, turns - begun // at_once))
                 except RuntimeError as error:
-                    # As at a container's limit of processes, which may be what the server died of.
+                    # For example at a container's limit of processes, which may be why the server died.
                     taken.append(Sample(pid=pid, problem=f"py-spy: {error}"))
             return [one.result() if isinstance(one, Future) else one for one in taken]
         finally:
-            # Where this is interrupted, nothing waits for the rest.
+            # If this is interrupted, do not wait for the rest.
             if stop is None:
                 call_off.set()
 
@@ -132,12 +132,12 @@ def capture_native(
     guard: ToolGuard | None = None,
     stop: threading.Event | None = None,
 ) -> tuple[list[Sample], dict[int, str]]:
-    """Take the native and Python stacks of those processes that may be stopped for it, side by side.
+    """Take the native and Python stacks, in parallel, of the processes that may be stopped for it.
 
-    Of each process the start time is given. `guard` ends py-spy where this process is killed; `stop` calls it off.
+    `processes` has start times by pid. `guard` ends py-spy if this process is killed; setting `stop` ends it, too.
 
     Returns:
-        A result for each process that was tried, and why each other one was not.
+        A sample for each process on which py-spy was run, and for each other process, by pid, why it was not.
     """
     obstacles = {pid: obstacle_of(pid, start_ticks) for pid, start_ticks in processes.items()}
     wanted = [pid for pid, obstacle in obstacles.items() if not obstacle]
@@ -146,10 +146,10 @@ def capture_native(
         on_start = {pid: stack.enter_context(guard.over(pid, processes[pid])) for pid in wanted} if guard else {}
         try:
             results = sample_all(wanted, deadline_secs, "--native", on_start, stop)
-            # One that ended well has let go by itself.
+            # A py-spy that ended well has detached by itself.
             uncertain = [one.pid for one in results if not one.threads or is_stopped(one.pid)]
         finally:
-            # Where this is interrupted, py-spy was killed.
+            # If this is interrupted, py-spy was killed, so that any target may still be stopped.
             stopped = release({pid: processes[pid] for pid in uncertain})
     note = "py-spy left it stopped; it was sent SIGCONT"
     results = [
@@ -160,6 +160,6 @@ def capture_native(
 
 
 def _worth(threads: Sequence[Thread], pid: int) -> tuple[bool, bool, bool]:
-    """Return whether there are threads, the main thread among them, and that to its outermost frame."""
+    """Return whether there are threads, whether they include the main thread, and whether that one is complete."""
     main = main_thread(threads, pid)
     return bool(threads), main is not None, main is not None and are_whole(main.frames)

@@ -1,8 +1,8 @@
-"""Ask processes what only they can tell: each has a thread that answers at a socket in the runtime folder.
+"""Query processes: each has a thread that answers at a socket in the runtime folder.
 
-It answers with its stacks, in the form of ``py-spy dump --json``, without a permission to trace; with its collectives,
-as `capture.flight_request` says; and with how a child of its own ended, as waitpid(2) has it, which the kernel tells to
-a parent and to a tracer only. One whose GIL is held, or that is stopped, takes the connection and never answers.
+There are three questions. The stacks come in the format of ``py-spy dump --json``, without permission to trace. The
+collectives come as `capture.flight_request` describes. The exit of a child comes as a status of waitpid(2), which the
+kernel gives to a parent or a tracer only. A stopped process, or one whose GIL is held, connects but never answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.model.sample import Gil, Sample, Thread, parse_pyspy
 
-#: What is asked, followed by the end of the line; the latter with a child's pid before that.
+#: The questions, each followed by a newline; after ``exit`` comes the pid of the child.
 STACKS, EXIT, COLLECTIVES = b"stacks", b"exit", b"collectives"
 
 _MAX_BYTES = 16 << 20
@@ -27,10 +27,10 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class Conversation:
-    """A question that was put to process `pid` at its socket, and what it has answered so far.
+    """A question that was sent to process `pid` at its socket, and its answer so far.
 
     Raises:
-        OSError: it does not listen there.
+        OSError: the process does not listen there.
     """
 
     def __init__(self, path: Path, pid: int, question: bytes) -> None:
@@ -48,7 +48,7 @@ class Conversation:
             raise
 
     def read(self) -> str | None:
-        """Take in what there is; return None while more is to come, else why it failed, empty when it did not."""
+        """Read the next part; return None while the answer is incomplete, then why it failed, empty if it did not."""
         try:
             chunk = self.connection.recv(1 << 16)
         except BlockingIOError:
@@ -62,7 +62,7 @@ class Conversation:
 
 
 def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sample]:
-    """Ask all processes at their sockets, side by side; return a result for each, in the order given."""
+    """Ask all processes for their stacks, in parallel; return a result for each, in the order given."""
     started = time.monotonic()
     results: dict[int, Sample] = {}
 
@@ -88,7 +88,7 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sa
             remaining = max(0.0, started + deadline_secs - time.monotonic())
             ready = selector.select(remaining)
             if not ready and not remaining:
-                # What was said while this process had no processor is taken in, also when the time is over.
+                # Even after the deadline, answers that came while this process could not run are read first.
                 break
             for key, _events in ready:
                 conversation = key.data
@@ -105,10 +105,10 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sa
 
 
 def ask_exit(path: Path, pid: int, child: int, deadline_secs: float) -> ExitStatus | None:
-    """Ask process `pid`, at its socket, how its child ended, which has exited.
+    """Ask process `pid`, at its socket, for the status of its child, which has exited.
 
     Returns:
-        None where it has no answer within `deadline_secs`: it cannot be reached, is stuck, or has reaped the child.
+        None if there is no answer within `deadline_secs`: it cannot be reached, is stuck, or has reaped the child.
     """
     try:
         with Conversation(path, pid, EXIT + b" %d" % child).connection as connection:
@@ -119,7 +119,7 @@ def ask_exit(path: Path, pid: int, child: int, deadline_secs: float) -> ExitStat
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return pid and uid of the process at the other end, by the kernel's word."""
+    """Return pid and uid of the process at the other end, as the kernel reports them."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _gid = _PEER.unpack(raw)
     return pid, uid

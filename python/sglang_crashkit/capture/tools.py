@@ -1,7 +1,7 @@
-"""Run a tool: to its end, to its deadline or until it is called off, whichever comes first.
+"""Run a tool until it ends, its deadline passes or it is cancelled, whichever comes first.
 
-It may do anything: hang, print for ever, leave children behind. What it printed by its end is kept: of a debugger that
-did not come to its end, the first listings are there.
+A tool may hang, print without end, or leave children behind. Its output up to then is kept: for a debugger that did not
+finish, these are the first listings.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-#: How often one that prints nothing is looked at, in seconds.
+#: Seconds between checks of a tool that prints nothing.
 _POLL_SECS = 0.1
-#: A killed one is waited for this long, in seconds: a tracer in uninterruptible sleep cannot die yet.
+#: Seconds to wait for the end of a killed tool: a tracer in uninterruptible sleep cannot end yet.
 _REAP_SECS = 0.2
-#: A thousand threads fifty frames deep take 10 MB.
+#: The most bytes of output. A thousand threads fifty frames deep take 10 MB.
 MAX_OUTPUT = 32 << 20
 
 
 @dataclass(frozen=True)
 class ToolRun:
-    """What came of running a tool."""
+    """The result of running a tool."""
 
-    text: str  # what it printed; with what it printed on standard error, where that was not kept apart
-    reason: str  # why that is not all, or nothing; empty where the tool ended well
+    text: str  # its standard output; and its standard error, if that is not in `errors`
+    reason: str  # why the output is incomplete or missing; empty if the tool ended with status 0
     seconds: float  # how long it took
-    errors: str = ""  # what it printed on standard error, where that was kept apart
-    #: Its exit status, as `subprocess.Popen.returncode` has it; None where it did not end by itself.
+    errors: str = ""  # its standard error, if that was kept `apart`
+    #: Its exit status, as in `subprocess.Popen.returncode`; None if it did not end by itself.
     status: int | None = None
 
 
@@ -51,10 +51,10 @@ def run_tool(
     max_output: int = MAX_OUTPUT,
     stdin: int = subprocess.DEVNULL,
 ) -> ToolRun:
-    """Run `argv`; kill it, and all that it started, `deadline_secs` after `since` (now) by the monotonic clock.
+    """Run `argv`; kill its process group `deadline_secs` after `since` (default: now), by the monotonic clock.
 
-    It is called off when `stop` is set, and given up after `max_output` bytes. `on_start` is called with its pid, which
-    is its process group's as well. What it prints on standard error is kept `apart`, or in its place among the rest.
+    It is also killed when `stop` is set, and after `max_output` bytes of output. `on_start` is called with its pid,
+    which is also its process group. With `apart`, standard error is kept separately; else it is part of the output.
     """
     started = time.monotonic()
     name = os.path.basename(argv[0])  # noqa: PTH119 - a name, not a path
@@ -66,7 +66,7 @@ def run_tool(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if apart else subprocess.STDOUT,
             bufsize=0,
-            # What it starts is killed with it, and Ctrl-C reaches neither.
+            # In a session of its own, its children are killed with it, and Ctrl-C reaches none of them.
             start_new_session=True,
         )
     except OSError as error:
@@ -74,8 +74,8 @@ def run_tool(
     output = {process.stdout: bytearray(), process.stderr: bytearray()}
     status = None
     try:
-        # It is to be killed first where memory runs out, as the server's limit is its, and to leave no core where it
-        # crashes. Without permission it stays as it is.
+        # The tool counts toward the server's memory limit, so the kernel is to kill it first if memory runs out. If it
+        # crashes, it is to leave no core. Without permission for these settings, it runs without them.
         with contextlib.suppress(OSError, ValueError):
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
         with contextlib.suppress(OSError, ValueError):
@@ -99,10 +99,10 @@ def run_tool(
 
 
 class BackgroundTool:
-    """A tool in a thread of its own, for who must not wait; its standard error is kept apart.
+    """A tool that runs in a thread of its own, for callers that must not wait; its standard error is kept apart.
 
     Raises:
-        RuntimeError: the system gives no thread.
+        RuntimeError: no thread can be started.
     """
 
     def __init__(self, name: str, argv: Sequence[str], deadline_secs: float, max_output: int = MAX_OUTPUT) -> None:
@@ -118,11 +118,11 @@ class BackgroundTool:
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def look(self) -> ToolRun | None:
-        """Return what came of it, None while it is under way; never wait."""
+        """Return the result, None while the tool runs; never wait."""
         return self._run
 
     def cancel(self) -> None:
-        """End it: its answer is not needed any more."""
+        """End the tool, whose result is no longer needed."""
         self._stop.set()
 
 
@@ -133,7 +133,7 @@ def _read(
     stop: threading.Event | None,
     max_output: int,
 ) -> str | None:
-    """Read what it prints until it ends; return why it was given up, empty when it ended, None when it is too late."""
+    """Read the output until the tool ends; return "" if it did, None after the deadline, else why reading stopped."""
     with selectors.DefaultSelector() as selector:
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
@@ -141,7 +141,7 @@ def _read(
         while selector.get_map() or process.poll() is None:
             left = deadline - time.monotonic()
             is_over = left <= 0 or (stop is not None and stop.is_set())
-            # Asked before the look: what it printed until then is there, also where this process had no processor.
+            # Poll before the select: if the tool has ended, its output is there, even if this process did not run.
             has_ended = process.poll() is not None
             wait_secs = 0.0 if is_over or has_ended else min(left, _POLL_SECS)
             if not selector.get_map():
@@ -156,7 +156,7 @@ def _read(
             if sum(map(len, output.values())) > max_output:
                 return f"printed more than {max_output >> 20} MiB"
             if has_ended and (is_over or not ready):
-                # What holds a pipe open now is a child that it left behind.
+                # If a pipe is still open, a child that the tool left behind holds it.
                 return ""
             if is_over:
                 return None if left <= 0 else "was called off"
@@ -164,7 +164,7 @@ def _read(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    # Where it was reaped its pid may be another's, but its group lives as long as a child of it does.
+    # Signal the group, not the pid, which another process may have if the tool was reaped; a child keeps the group.
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     for pipe in (process.stdout, process.stderr):
@@ -173,6 +173,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_REAP_SECS)
     except subprocess.TimeoutExpired:
-        # Dropped unreaped, it would be a ResourceWarning later. There may be no thread to be had.
+        # If it is not reaped, Python emits a ResourceWarning later. If no thread can be started, accept that.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=process.wait, daemon=True).start()

@@ -1,12 +1,12 @@
-"""What a tool that stops its target must not do to it: be run on the wrong one, or leave it stopped.
+"""Make sure that a tool which stops its target runs only on a suitable process, and does not leave it stopped.
 
-A target must stop at once, and no other tool may hold it. Whatever becomes of the tool, the target runs on afterwards.
-ptrace(2): attaching sends each thread a SIGSTOP; where the tracer dies before it has dealt with it, the thread stops
-the whole process when it gets to it. SIGCONT takes back every stop that is ahead of a process.
+A target must stop at once, and no other tool may trace it. Even if the tool fails, the target continues afterwards.
+ptrace(2): attaching sends each thread a SIGSTOP. If the tracer dies before it has handled that signal, the thread stops
+the whole process when it receives it. SIGCONT cancels all pending stops of a process.
 
-A tool whose parent is gone would hold its target for as long as it takes. Killing it with its parent is not enough: of
-60 that were killed while they attached to 60 threads or read their stacks, 3 left the target stopped. So a process
-beside them, `ToolGuard`, knows both; it hears of their parent's end, SIGKILL included, by the end of a pipe.
+A tool whose parent has died would hold its target until the tool ends. To kill it with its parent is not enough: of 60
+tools that were killed while they attached to 60 threads or read their stacks, 3 left the target stopped. So a separate
+process, `ToolGuard`, knows tool and target; the end of a pipe shows it that their parent ended, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from sglang_crashkit.kernel import procfs
 
-#: The kernel detaches a dead tracer from its threads within this time, in seconds.
+#: Seconds within which the kernel detaches a dead tracer from its threads.
 _DETACH_SECS = 0.2
 _POLL_SECS = 0.01
-#: With ``-m`` the current folder would come first, whichever user may write to it.
+#: Not ``-m``, which puts the current folder first in the path, even one that another user can write to.
 _CODE = """
 import sys
 sys.path[:] = sys.argv[1:]
 from sglang_crashkit.capture import tracing
 tracing.guard(sys.stdin)
 """
-#: So long the guard has to end once there is nothing to guard, in seconds.
+#: Seconds that the guard has to end when it is closed.
 _END_SECS = 5.0
 
 
 def stopper_of(pid: int, start_ticks: int) -> str:
-    """Return why a process can take no signal, or does not run on; empty where nothing speaks against a signal."""
+    """Return why a process must not be sent a signal: it has ended, or is stopped or traced; empty if it may be."""
     stat = procfs.read_stat(pid, start_ticks)
     if stat is None or stat.state in "ZX":
         return "it has ended"
@@ -49,7 +49,7 @@ def stopper_of(pid: int, start_ticks: int) -> str:
 
 
 def obstacle_of(pid: int, start_ticks: int) -> str:
-    """Return why a process must not be stopped by a tracer, empty where nothing speaks against it."""
+    """Return why a tracer must not stop a process; empty if it may."""
     if reason := stopper_of(pid, start_ticks):
         return reason
     asleep = sorted(thread for thread, state in procfs.thread_states(pid).items() if state == "D")
@@ -57,12 +57,12 @@ def obstacle_of(pid: int, start_ticks: int) -> str:
 
 
 def release(processes: Mapping[int, int]) -> set[int]:
-    """Continue what a tracer that failed left stopped, or about to stop; SIGCONT does nothing to what is neither.
+    """Continue processes that a failed tracer may have left stopped, or about to stop; others continue anyway.
 
-    None of the processes, given with their start times, was stopped before it was traced.
+    `processes` has start times by pid. No process in it may have been stopped before it was traced.
 
     Returns:
-        The pids of those that were found stopped, or asked to stop.
+        The pids of the processes that were stopped, or about to stop.
     """
     deadline = time.monotonic() + _DETACH_SECS
     left, stopped = dict(processes), set()
@@ -83,7 +83,7 @@ def release(processes: Mapping[int, int]) -> set[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a thread of a process is stopped, or is about to be."""
+    """Return whether a thread of a process is stopped, or has a pending SIGSTOP."""
     return any(
         state == "T" or procfs.in_mask(procfs.read_status(pid, thread).get("SigPnd"), signal.SIGSTOP)
         for thread, state in procfs.thread_states(pid).items()
@@ -91,7 +91,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class ToolGuard:
-    """A guard for the tools that this process runs; where none can be started, they run without."""
+    """A child that guards the tools which this process runs; if it cannot be started, the tools run without it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,16 +103,16 @@ class ToolGuard:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                # What is sent to the group of its parent is not for it.
+                # In a session of its own, it does not get signals to its parent's process group.
                 start_new_session=True,
             )
 
     @contextlib.contextmanager
     def over(self, target: int, target_ticks: int) -> Iterator[Callable[[int], None]]:
-        """Guard what a tool does to process `target`, which was not stopped before, to the end of the block.
+        """Guard process `target`, which was not stopped before, against a tool until the end of the block.
 
         Returns:
-            What is to be called with the pid of the tool, which leads a process group, once it runs.
+            A function to call with the tool's pid, the leader of a process group, when the tool runs.
         """
 
         def tool_runs(tool: int) -> None:
@@ -125,7 +125,7 @@ class ToolGuard:
             self._send(f"{target}\n")
 
     def close(self) -> None:
-        """End it."""
+        """End the guard."""
         if self._process is None or self._process.stdin is None:
             return
         self._process.stdin.close()
@@ -142,7 +142,7 @@ class ToolGuard:
 
 
 def guard(lines: Iterable[str]) -> None:
-    """Read what a `ToolGuard` sends; when it ends, end the tools that are left and continue their targets."""
+    """Read the lines of a `ToolGuard`; when they end, kill the tools that are left and continue their targets."""
     left: dict[int, tuple[int, int, int]] = {}
     for line in lines:
         target, *rest = map(int, line.split())

@@ -1,1 +1,1 @@
-"""The folder of an incident: what is in it, what is kept, what is told."""
+"""The folder of an incident: its contents, its removal, and the verdict."""

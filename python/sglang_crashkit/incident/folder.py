@@ -1,21 +1,21 @@
-"""Where incidents lie on disk: written under a temporary name, renamed when whole.
+"""Write the folder of an incident, under a temporary name that is replaced when the incident is complete.
 
 ::
 
     <crash folder>/<hostname>/incidents/<UTC time>-<kind>-<id>/
-        events.jsonl    each piece of the incident as it came; see `model.incident_log`
-        incident.json   the incident (``schema_version`` tells the form), once it is whole
-        summary.md      the same for a person
-        environment.json  what surrounded the server: arguments, versions, limits, pressure
+        events.jsonl    each piece of the incident in order of arrival; see `model.incident_log`
+        incident.json   the incident, once it is complete; ``schema_version`` is the version of its format
+        summary.md      the incident for a human reader
+        environment.json  the server's environment: arguments, versions, limits, pressure
         logs/           the last log records of each process
-        stacks/         one file a process, as text and as JSON
-        ranks/          what a failing rank wrote of itself
+        stacks/         the stacks of each process, a text file and a JSON file
+        ranks/          files that a failing rank wrote about itself
         requests/       the requests in flight, as ``SGLANG_CRASHKIT_PROMPTS`` allows
-        gpu/            what the GPU cores say, one file a process; the flight recorders, ``flight_recorder_<rank>`` and
-                        ``gloo_flight_recorder_<rank>``, as PyTorch's own ``torchfrtrace`` reads them
+        gpu/            the contents of the GPU cores, one file a process; the flight recorders,
+                        ``[gloo_]flight_recorder_<rank>``, in the format that PyTorch's ``torchfrtrace`` reads
 
-A folder that begins with ``.partial-`` is not finished. Its writer holds a lock on it for as long as it lives, so that
-one whose writer died is told from one that is still written.
+A folder whose name begins with ``.partial-`` is not finished. Its writer locks it for as long as the writer lives, so a
+folder without a lock is one that its writer left behind.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ from sglang_crashkit.settings import DiskLimits
 
 RESERVE = ".reserve"
 SUMMARY = "summary.md"
-#: What the journals of requests hold, one JSON object a line.
+#: The contents of the request journals, one JSON object a line.
 REQUESTS = "requests/requests.jsonl"
 MAX_REASON = 1000
-#: Twice what ``incident.json`` and ``summary.md`` of a few dozen processes take: each is written anew beside its elder.
+#: Twice the size of the essential files of a few dozen processes: the old file stays until the new one is written.
 _RESERVE_BYTES = 512 * 1024
 _LEAST_RESERVE_BYTES = 16 * 1024
-#: What a failing rank wrote of itself, or a flight recorder.
+#: The most bytes of a file that is moved into the folder: what a failing rank wrote about itself, or a flight recorder.
 _MAX_ADOPTED = 256 << 20
-#: So many characters are searched for secrets in 30 ms; longer texts in a child, within so many seconds.
+#: Characters that are searched for secrets in 30 ms; and seconds for a longer text, which a child searches.
 _AT_ONCE, SEARCH_SECS = 256 * 1024, 10.0
 WITHHELD = "<withheld: it could not be searched for secrets: {}>\n"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class IncidentFolder:
-    """The folder of one incident while it is written, opened at `seconds` since the epoch, for the server of that pid.
+    """The folder of one incident that is being written; opened at `seconds` since the epoch; `server` is a pid.
 
-    Raises NoRoomError where there is no room even for what is essential, another OSError where it cannot be created,
-    and CrashkitError where a folder on the way is not this user's.
+    Raises NoRoomError if there is no room even for the essential files, another OSError if the folder cannot be
+    created, and CrashkitError if a folder on its path belongs to another user.
     """
 
-    problem = ""  # why what is written to it goes nowhere; empty where it does not
+    problem = ""  # why nothing can be written to this folder; empty if it can
 
     def __init__(
         self,
@@ -84,15 +84,15 @@ class IncidentFolder:
     ) -> None:
         name = str(IncidentName(seconds, kind, incident_id))
         self.id = incident_id
-        self.final_path = incidents / name  # where it is when it is finished
-        self.path = incidents / f"{PARTIAL}{name}"  # where it is now, for others; it is written to by `opened`
-        # A link that is made later changes nothing: what is in the host's folder, and below, is reached by descriptors.
+        self.final_path = incidents / name  # the path of the finished folder
+        self.path = incidents / f"{PARTIAL}{name}"  # the current path, for other processes; writes go through `opened`
+        # A link that is made later has no effect: the host's folder and those below are reached by their descriptors.
         self._host = OwnFolder(incidents.parent)
         self._incidents = OwnFolder(incidents, within=self._host)
         place = (self._incidents.path, self._host.path)
         self._retention = Retention(*place, incident_id, limits or DiskLimits(), server)
         self._folder = OwnFolder(self.path, within=self._incidents)
-        #: A way to it that is good in this process whatever is put in its place; see `OwnFolder`.
+        #: A path that leads to this folder, in this process only, even if another one takes its name; see `OwnFolder`.
         self.opened = self._folder.path
         self.ownership = FolderLock(self._incidents.path / self.path.name)
         self.ownership.acquire()
@@ -103,7 +103,7 @@ class IncidentFolder:
                 raise NoRoomError(errno.ENOSPC, FULL)
 
     def rename(self, kind: str) -> None:
-        """Have it called after another kind of incident when it is finished."""
+        """Change the kind of incident in the name that the folder gets when it is finished."""
         name = parse_name(self.final_path.name)
         assert name is not None
         self.final_path = self.final_path.with_name(str(replace(name, kind=kind)))
@@ -111,8 +111,8 @@ class IncidentFolder:
     def write_text(self, name: str, text: str) -> str:
         """Write a file below the folder, without secrets, and return its name.
 
-        What cannot be searched for secrets is withheld. Raises NoRoomError where there is no room for it, another
-        OSError where the folder is gone.
+        A text that cannot be searched for secrets is withheld. Raises NoRoomError if there is no room for the file,
+        another OSError if the folder is gone.
         """
         return self.write_bytes(name, _redacted_text(text))
 
@@ -136,7 +136,7 @@ class IncidentFolder:
         return name
 
     def remove(self, name: str) -> None:
-        """Remove a file below the folder where it is there; OSError where that may not be written any more."""
+        """Remove a file below the folder if it exists; OSError if the folder can no longer be written to."""
         size = self._size_of(name)
         (self.opened / name).unlink(missing_ok=True)
         self._retention.take(-size)
@@ -148,7 +148,7 @@ class IncidentFolder:
         return name
 
     def charge(self, growth: int) -> None:
-        """Count so many more bytes, which somebody else writes below `opened`, and make room; see `Retention.take`."""
+        """Make room for `growth` bytes that another process writes below `opened`; see `Retention.take`."""
         self._retention.take(growth)
 
     def make_room_beside(self, folder: Path, size: int) -> str:
@@ -159,10 +159,10 @@ class IncidentFolder:
             return f"{folder} cannot be written to: {error.strerror}"
 
     def save(self, document: Mapping[str, Any], summary: str, *, is_redacted: bool = False, sync: bool = False) -> None:
-        """Write ``incident.json`` and ``summary.md`` as they are now, without secrets, for which room is kept.
+        """Write ``incident.json`` and ``summary.md`` without secrets, if need be into the space reserved for them.
 
-        With `sync` they are on the disk before it returns. Raises OSError where there is no room even so, or the folder
-        is gone; what was there before is still there.
+        With `sync`, ``incident.json`` has reached the disk on return. Raises OSError if there is no room even so, or
+        the folder is gone; the previous files are kept then.
         """
         data = encode_json(document)
         if not is_redacted:
@@ -177,7 +177,7 @@ class IncidentFolder:
         text = _searched(len(told), lambda: "".join(f"{json.dumps(redact_json(json.loads(line)))}\n" for line in lines))
         data, path = text.encode(), self.opened / name
         before = self._size_of(name)
-        # By blocks: many small lines take no more than they do. The first brings the folder itself.
+        # Count whole blocks, so that many small lines count no more than they take; the first adds the folder's block.
         growth = _blocks(before + len(data)) - _blocks(before) + (0 if before else BLOCK)
         self._retention.take(growth, essential=True)
         try:
@@ -194,7 +194,7 @@ class IncidentFolder:
             self.path = self.final_path
             sync_folder(self._incidents.path)
             self.ownership.release()
-            # For what the essential files took beyond the limits.
+            # The essential files may have exceeded the limits.
             self._retention.make_room(0)
         return self.path
 
@@ -216,7 +216,7 @@ class IncidentFolder:
             return self._with_reserve(lambda: write_private(path, data, sync=sync))
         except OSError as error:
             problem = error
-        # The whole incident is worth more than its log, and than its last summary, which is made anew.
+        # The complete incident is worth more than its log and than its last summary, which is written again later.
         for spare in (self.opened / LOG, self.opened / SUMMARY) if problem.errno in _NO_SPACE else ():
             with contextlib.suppress(OSError):
                 given_up[spare] = read_regular(spare, MAX_BYTES)
@@ -232,7 +232,7 @@ class IncidentFolder:
         raise problem
 
     def _with_reserve(self, write: Callable[[], None]) -> None:
-        """Write, and where the disk is full once more in the room that is kept."""
+        """Call `write`; if the disk is full, release the reserve, call it again and restore the reserve."""
         try:
             write()
         except OSError as error:
@@ -242,7 +242,7 @@ class IncidentFolder:
             self._hold_reserve()
 
     def _hold_reserve(self) -> bool:
-        """Hold as much disk space for the essential files as there may be; say whether it is enough."""
+        """Reserve disk space for the essential files, as much as there is; return whether it is enough."""
         size = min(_RESERVE_BYTES, self._retention.share)
         if size < _LEAST_RESERVE_BYTES:
             return True
@@ -254,7 +254,7 @@ class IncidentFolder:
                     self._retention.take(size, essential=True)
                     return True
                 os.ftruncate(file.fileno(), 0)
-                # What it does not hold, the next piece of evidence takes.
+                # Try a block less at a time: evidence takes the space that the reserve does not hold.
                 size -= BLOCK
         return False
 
@@ -269,7 +269,7 @@ class IncidentFolder:
 
 
 class NullFolder(IncidentFolder):
-    """Takes the place of a folder that cannot be written anywhere: each piece of evidence is refused for `reason`."""
+    """Stands in for a folder that cannot be created: each piece of evidence is refused for `reason`."""
 
     def __init__(self, reason: str) -> None:
         self.id = new_id()
@@ -277,12 +277,12 @@ class NullFolder(IncidentFolder):
         self.problem = reason[:MAX_REASON]
 
     def _do_nothing(self, *_arguments: Any, **_options: Any) -> None:
-        """Take the place of what writes, names or removes the folder."""
+        """Stand in for the methods that write, rename or remove the folder."""
 
     rename = save = append = discard = _do_nothing
 
     def make_room_beside(self, folder: Path, size: int) -> str:
-        """Return that there is no incident."""
+        """Return why there is no incident."""
         return f"{self.problem} (there would be {size} bytes in {folder})"
 
     def write_bytes(self, name: str, data: bytes) -> str:
@@ -291,7 +291,7 @@ class NullFolder(IncidentFolder):
 
 
 def read_adopted(source: Path) -> bytes:
-    """Return what the folder holds of a file that is moved into it: without secrets. Raises OSError."""
+    """Return the contents of a file without secrets, as the incident's folder holds them. Raises OSError."""
     data = read_regular(source, _MAX_ADOPTED)
     try:
         return _redacted_json(json.dumps(json.loads(data), indent=1))
@@ -315,7 +315,7 @@ def _redacted_json(text: str) -> bytes:
 
 
 def _searched(size: int, search: Callable[[], str]) -> str:
-    """Return what `search` makes of a text, a long one in a child; OSError where that comes to no end."""
+    """Return the result of `search` on a text of `size`, run in a child if it is long; OSError if that fails."""
     if size <= _AT_ONCE:
         try:
             return search()

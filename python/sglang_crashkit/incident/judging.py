@@ -1,8 +1,8 @@
-"""The verdict on an incident: who failed first and of what, and the cause, for which the judge is asked.
+"""The verdict on an incident: which process failed first and how, and the cause, which `judge.verdict` finds.
 
-Two things are known of the order of events. A rank that raises an exception waits, before anything else is told to
-end, until the stacks of the other ranks were taken; so a rank killed by a fatal signal before that was not ended by the
-server's own clean-up. And a lost connection is a consequence of a death, not its cause.
+Two facts fix the order of events. First, a rank that raises an exception waits until the stacks of the other ranks are
+taken, before any other process is asked to end. So a rank that a fatal signal killed before that was not ended by the
+server's own clean-up. Second, a lost connection is a consequence of a death, not its cause.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The triggers of an incident of ranks that were busy for longer than anything of theirs takes, and of a server whose
-#: health check failed while no scheduler was known to be silent.
+#: Triggers: ranks were busy for longer than any of their work takes; and SIGTERM came to a server whose health check
+#: failed while no scheduler was known to be silent.
 BUSY_TOO_LONG, UNHEALTHY = "busy_too_long", "unhealthy_at_sigterm"
-#: Triggers by which the kit itself noticed a silence; upstream's watchdog ends the server, busy or not.
+#: Triggers of a silence that the kit itself noticed. Upstream's watchdog, by contrast, ends the server, busy or not.
 _NOTICED = ("no_progress", "silent_at_sigterm")
 
-#: Shares of a CPU from which a process is busy all the time, and up to which it rests.
+#: A process that uses at least the first share of a CPU is busy all the time, one up to the second is at rest.
 _BUSY, _RESTING, _STUCK = 0.5, 0.05, "was stuck in "
-#: Two failures this close, in seconds, may have been noticed in the wrong order.
+#: Failures up to this many seconds apart may have been noticed in the wrong order.
 _SAME_MOMENT_SECS = 0.005
-#: Of so many process groups the verdict tells what is seen; of the others, the incident does.
+#: The verdict has the findings on this many process groups; the incident has all of them.
 _MAX_COLLECTIVES = 2
-#: More tokens than upstream lets a batch take in, unless prompts are not cut into chunks.
+#: Upstream's limit of new tokens in a batch is below this, unless prompts are not cut into chunks.
 _MANY_TOKENS = 16_384
 _LOST_PEER = re.compile(
     r"connection (closed|reset|timed out)|closed by peer|broken pipe|socket timeout|timed out waiting"
@@ -52,15 +52,15 @@ _LOST_PEER = re.compile(
     r"|recv(?:value)? failed",
     re.IGNORECASE,
 )
-#: Of an exception so many characters are looked at: these patterns are slow where their words come again and again.
+#: Characters of an exception to search: these patterns are slow on a text that repeats their words.
 _MAX_LOOKED = 4096
-#: A rank may report the connection that it lost so much sooner than the end of who closed it is seen, in seconds.
+#: Seconds by which a rank may report a lost connection before the end of the process that closed it is seen.
 _TELLS_FIRST_SECS = 1.0
-#: What fails in a process so soon after one of its threads, in seconds, may be for want of it.
+#: A failure of a process within this many seconds of the end of one of its threads may be due to the missing thread.
 _LEADS_SECS = 10.0
-#: What one says whose collective took longer than its time limit.
+#: In the exception of a rank whose collective exceeded its time limit.
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog caught")
-#: How exceptions begin that a library of collectives raises; behind another beginning the words may be a prompt's.
+#: How the exceptions of a library of collectives begin. After any other beginning the words may be those of a prompt.
 _OF_COLLECTIVES = re.compile(
     r"(?:\w+\.)*(?:Dist\w*Error: |(?:RuntimeError: |Exception: Capture [\w -]{1,40} graph failed: )(?:"
     r"\[(?:[^\]'\"]{1,200}\.(?:cc|cpp|hpp|h)(?::\d+)?|Rank \d+|PG [^\]'\"]{1,100}|c10d|\d+)\] |NCCL"
@@ -68,21 +68,21 @@ _OF_COLLECTIVES = re.compile(
     r"|Connection (?:closed|reset)|Broken pipe|Socket [Tt]imeout|Timed out waiting|Application timeout"
     r"|TCPStore|recvValue|failed to recv))"
 )
-#: Those of a socket of any kind. Beside a death they are its consequence; alone they tell of no rank.
+#: Exceptions of sockets of any kind. Together with a death they are its consequence; alone they point to no rank.
 _OF_SOCKETS = re.compile(r"(?:BrokenPipe|Connection(?:Reset|Aborted))Error\b")
-#: A call of the rank's own failed, such as for memory or files; beside a death that may be its consequence.
+#: A system call of the rank's own failed, such as for memory or files. Together with a death it may be a consequence.
 _OF_SYSTEM = re.compile(
     r"unhandled system error(?![\s\S]{0,999}(?:remote|[Cc]losed|[Rr]eset|[Rr]efused|[Tt]imed out|No route|Broken pipe))"
     r"|Error while creating shared memory|No space left on device"
 )
-#: Of each file that tells more of a cause: an exception's record, the environment, a log.
+#: The most bytes read of each file that may show the cause: an exception's record, the environment, a log.
 _MAX_BYTES = 4 << 20
-#: Upon that the HTTP server ends with a status, and without an exception.
+#: After this log line the HTTP server exits with a status, without an exception.
 _NO_BIND = re.compile(r"\S{1,64} ERROR uvicorn\.error: (\[Errno 98\] .{0,300}).*")
 
 
 def read_log(folder: Path) -> Incident | None:
-    """Return the incident that the log in its folder tells of, judged; None without one."""
+    """Return the incident that the log in `folder` records, with its verdict; None if the log cannot be read."""
     from sglang_crashkit.sources.incident import incident_in_log
 
     try:
@@ -92,18 +92,18 @@ def read_log(folder: Path) -> Incident | None:
     try:
         incident.verdict = judge(incident, folder)
     except Exception as error:
-        # What it says is worth more than what follows from it.
+        # The incident is worth more than a verdict on it.
         logger.error("the log in %s cannot be judged", folder, exc_info=error)
     return incident
 
 
 def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
-    """Return the failures, the first one first, consequences behind their causes."""
+    """Return the failures in the order in which they happened, consequences after their causes."""
     reported = {event.pid for event in events if event.kind == "exception"}
     lost = min((event.seconds for event in events if _is_lost_peer(event.message)), default=float("inf"))
 
     def is_death(event: FailureEvent) -> bool:
-        # One that reported an exception ended of that; one that ended much later did not take the peer's connection.
+        # A process that reported an exception ended of that; one that ended much later did not close the connection.
         is_own = event.fatal_signal or (event.pid not in reported and event.seconds <= lost + _TELLS_FIRST_SECS)
         return event.kind == "exit" and is_own and event.before_capture
 
@@ -121,26 +121,26 @@ def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
 
 
 def _is_lost_peer(message: str) -> bool:
-    """Say whether an exception is one that a rank raises as another one is gone."""
+    """Return whether a rank raises this exception because another rank is gone."""
     return _is_of_collectives(message) or _OF_SOCKETS.match(message) is not None
 
 
 def _is_of_collectives(message: str) -> bool:
-    """Say whether it is a library of collectives that lost a connection to another rank."""
+    """Return whether this is an exception of a library of collectives that lost a connection to another rank."""
     return _OF_COLLECTIVES.match(message) is not None and _LOST_PEER.search(message, 0, _MAX_LOOKED) is not None
 
 
 def _by_time(event: FailureEvent) -> tuple[float, str, int, str]:
-    # With pid and message the order, and so the verdict, depends on the events alone and not on how they came in.
+    # With pid and message, the order, and so the verdict, does not depend on the order in which the events arrived.
     return (event.seconds, event.kind, event.pid, event.message)
 
 
 def judge(incident: Incident, folder: Path | None) -> Verdict:
-    """Return who failed first in an incident and of what; its failures may be in any order.
+    """Return which process failed first in an incident, and how; the failures may be in any order.
 
     Args:
         incident: with its processes and their evidence.
-        folder: the incident's, with what is in files; with None the judge is not asked who hangs.
+        folder: the incident's folder, with the evidence in files; with None `judge.verdict` is not asked which hangs.
     """
     verdict = _judge(incident, folder)
     verdict.basis += incident.remarks
@@ -152,7 +152,7 @@ def _judge(incident: Incident, folder: Path | None) -> Verdict:
     ordered = order_failures([one for one in incident.failures if one.kind != "thread" or _counts(one, incident)])
     lost = describe_peers(incident.peers)
     if lost and not ordered:
-        # That SGLang gave a server up is its word: a network that is broken looks the same.
+        # SGLang gave the server up, which does not prove that the server failed: a broken network looks the same.
         return Verdict("peer_lost", None, "supported", " ".join(lost), lost)
     if (not ordered and incident.trigger.event == UNHEALTHY) or (ordered and ordered[0].kind == "hang"):
         return _judge_hang(incident, ordered, lost, folder)
@@ -165,7 +165,7 @@ def _judge(incident: Incident, folder: Path | None) -> Verdict:
         return Verdict("vanished", None, "established" if gone.get("is_seen") is True else "supported", text, [text])
     checked = incident.divergence
     if checked is not None and checked.kind == "consensus":
-        # Each rank ends for it, and the first of them is as likely a healthy one.
+        # Each rank ends after a failed check, so the first that ended is no more likely than others to be at fault.
         odd = incident.process(checked.pids[0]) if checked.against and len(checked.pids) == 1 else None
         told = [_consequence(event, other) for event in ordered if (other := incident.process(event.pid)) is not None]
         steps = [
@@ -193,7 +193,7 @@ def _judge(incident: Incident, folder: Path | None) -> Verdict:
     basis += [
         f"{_name(other)} was in {other.doing[0]}."
         for other in incident.processes
-        # One that goes on without a thread may wait for it.
+        # A process that goes on without a thread may wait for that thread.
         if (other.pid != failure.pid or kind == "thread_died") and other.is_rank and other.doing
     ]
     basis += [*_compared(incident), *_on_gpus(incident), *lost]
@@ -208,7 +208,7 @@ def _name(process: ProcessReport) -> str:
 
 
 def _counts(thread: FailureEvent, incident: Incident) -> bool:
-    """Say whether a thread that ended may have led to what failed later in its process, where anything did."""
+    """Return whether the end of a thread may have led to a failure of its process; always so if it is the trigger."""
     if incident.trigger.event == "thread_died":
         return True
     own = [one for one in incident.failures if one.pid == thread.pid and one.kind != "thread"]
@@ -222,10 +222,10 @@ def _counts(thread: FailureEvent, incident: Incident) -> bool:
 
 
 def _awaited_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> tuple[ProcessReport, str] | None:
-    """Return the one rank for which the first that failed waited in vain, and what it did; None where it is not known.
+    """Return the one rank that the first failed rank waited for in vain, and what it did; None if it is not known.
 
-    An exception about a peer that did not answer tells of that one: it is stopped, or was elsewhere than in a
-    collective.
+    If the first failure is an exception about a peer that did not answer, that peer is the one rank that is stopped, or
+    the one that was not in a collective.
     """
     from sglang_crashkit.judge.activity import of_frames, of_state
     from sglang_crashkit.sources.incident import frames_in
@@ -245,7 +245,7 @@ def _awaited_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> tuple[
         return None
     failed = {event.pid for event in ordered}
     ranks = [(rank_at(one.rank), one) for one in incident.processes if one.is_rank]
-    # Those of another replica run other steps.
+    # The ranks of another replica run other steps, so they don't take part in the same collectives.
     peers = [one for group in groups_of(ranks) for one in group if first.pid in [other.pid for other in group]]
     seen = [one for one in peers if one.doing and one.pid not in failed]
     elsewhere = [one for one in seen if of_frames(frames_in(one.doing)).waits != "ranks"]
@@ -257,18 +257,18 @@ def _awaited_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> tuple[
 def _judge_hang(
     incident: Incident, ordered: Sequence[FailureEvent], lost: Sequence[str], folder: Path | None
 ) -> Verdict:
-    """Return the verdict where the first of the failures is that a rank made no progress, or none is known."""
+    """Return the verdict on an incident that began with a hang, or with a failed health check and no known failure."""
     from sglang_crashkit.sources.incident import name_of
 
     silent = dict.fromkeys(event.pid for event in ordered if event.kind == "hang")
     told = [*_silences(incident, ordered), *_compared(incident, of_hang=True), *_on_gpus(incident), *lost]
     trigger = incident.trigger
     reason = told[0] if ordered and told else f"The health check of {trigger.title} (pid {trigger.pid}) had failed."
-    # A watchdog speaks of its own rank only, and that of a stopped rank is stopped with it.
+    # A watchdog reports its own rank only, and the watchdog of a stopped rank is stopped as well.
     alone = incident.process(next(iter(silent))) if len(silent) == 1 else None
     failure = Failure(alone.pid, alone.title) if alone is not None else None
     watched = Verdict("hang", failure, "unknown", reason)
-    # A replica that is idle has nothing to do with it.
+    # Ask about the replicas of the silent ranks only: another replica does not take part in the hang.
     groups = groups_of([(rank_at(one.rank), one.pid) for one in incident.processes if one.is_rank])
     peers = {pid for group in groups for pid in group if not silent or not silent.keys().isdisjoint(group)}
     asked = [one for one in incident.processes if not one.is_rank or one.pid in peers]
@@ -276,11 +276,11 @@ def _judge_hang(
     answer = _ask(known, folder) if folder is not None else None
     if answer is None:
         return _verdict("hang", "unknown", told, alone)
-    # One that a rank forked has its name for a moment.
+    # A process that a rank has just forked still has the rank's name; of two with a name the silent one wins.
     by_likelihood = sorted(incident.processes, key=lambda one: one.pid in silent)
     by_name = {name_of(process): process for process in by_likelihood}
     named = by_name.get(answer.first or "")
-    # Where the judge names no rank, it is the one that was silent.
+    # If the judge names no rank, take the one that is late in the collectives, then the only silent one.
     named = named or _late_in_collectives(incident) or alone
     motion = _motion(named) if named is not None else ""
     is_busy = answer.kind == "busy" or (_take_in(incident, silent) and not motion.startswith(_STUCK))
@@ -301,7 +301,7 @@ def _verdict(kind: str, level: Level, basis: Sequence[str], process: ProcessRepo
 
 
 def _motion(process: ProcessReport) -> str:
-    """Return in words whether a process moved from sample to sample; empty where that is not known."""
+    """Return in words whether the stack of a process changed between samples; empty if that is not known."""
     seen = [sample for sample in process.samples if sample.doing or sample.gil]
     if len(seen) < 2 or seen[-1].state in ("T", "t", "Z", "X"):
         return ""
@@ -315,7 +315,7 @@ def _motion(process: ProcessReport) -> str:
         return f"moved below {common[-1]}" if common else "moved"
     if len(seen) < 2:
         return ""
-    # The CPU time is that of all threads; a main thread that is asleep in each sample does not use it.
+    # The CPU time counts all threads; if the main thread is asleep in each sample, other threads use it.
     used, seconds = seen[-1].cpu_secs - seen[0].cpu_secs, seen[-1].time - seen[0].time
     if used >= _BUSY * seconds > 0:
         motion = (
@@ -323,7 +323,7 @@ def _motion(process: ProcessReport) -> str:
         )
     else:
         motion = f"{_STUCK}{seen[-1].doing[0]}" if seconds > 0 and used <= _RESTING * seconds else ""
-    # It has the GIL for a moment now and then.
+    # A thread that holds the GIL in some samples only is ordinary.
     holds = "held the GIL in each sample" if all(sample.gil == "main" for sample in seen) else ""
     return " and ".join(filter(None, (motion, holds)))
 
@@ -336,13 +336,13 @@ def _main_frames(sample: Sample) -> Sequence[Frame]:
 
 
 def _take_in(incident: Incident, pids: Iterable[int]) -> bool:
-    """Say whether those that are silent are in a batch that takes in very many tokens in one piece."""
+    """Return whether each of the silent processes is in a batch of at least `_MANY_TOKENS` new tokens."""
     signs = [process.last_sign for pid in pids if (process := incident.process(pid)) is not None]
     return bool(signs) and all(sign is not None and sign.tokens >= _MANY_TOKENS for sign in signs)
 
 
 def _silences(incident: Incident, ordered: Sequence[FailureEvent]) -> list[str]:
-    """Return what is known of who made no progress, those with the same words together, and of what came after."""
+    """Return sentences on the ranks that made no progress, one for each message, and then on the other failures."""
     said: dict[str, list[str]] = {}
     after = []
     for event in ordered:
@@ -357,9 +357,9 @@ def _silences(incident: Incident, ordered: Sequence[FailureEvent]) -> list[str]:
 
 
 def _compared(incident: Incident, *, of_hang: bool = False) -> list[str]:
-    """Return in sentences where ranks went different ways, and what their flight recorders show.
+    """Return sentences on where the ranks diverged, and on what their flight recorders show.
 
-    Of a hang also that they did not go different ways, or may have.
+    For a hang, also say if the ranks did not diverge, or may have.
     """
     divergence, collectives = incident.divergence, incident.collectives
     told = [divergence.statement] if divergence is not None and (of_hang or divergence.is_one) else []
@@ -368,9 +368,9 @@ def _compared(incident: Incident, *, of_hang: bool = False) -> list[str]:
 
 
 def _late_in_collectives(incident: Incident) -> ProcessReport | None:
-    """Return the one process for which the others wait in their collectives, None where it is not one.
+    """Return the one process that the others wait for in their collectives; None if there is not exactly one.
 
-    Who is behind in one process group and waits in another for somebody else is not it.
+    A process that is behind in one process group but waits for other processes in another one does not count.
     """
     findings = incident.collectives.findings if incident.collectives is not None else []
     abnormal = [one for one in findings if one.level != "unknown"]
@@ -383,7 +383,7 @@ def _late_in_collectives(incident: Incident) -> ProcessReport | None:
 
 
 def _on_gpus(incident: Incident) -> list[str]:
-    """Return what the GPU cores tell: of each the first kernel, or what failed, which comes after the kernels."""
+    """Return a sentence on each GPU core: what failed, which comes after the kernels, or else the first kernel."""
     told = []
     for process in incident.processes:
         failed = next((line for line in process.gpu if line.startswith("exception: ")), None)
@@ -415,7 +415,7 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
         return f"{words}.", "thread_died", "established"
     if event.kind == "exception":
         if _is_of_collectives(event.message) and not _OF_SYSTEM.search(event.message, 0, _MAX_LOOKED):
-            # Nothing of this server was seen to fail before: with several nodes, it was another node's.
+            # No process of this server was seen to fail before; with several nodes, the peer was on another node.
             return f"{name} lost the connection to a peer: it raised {event.message}.", "lost_peer", "supported"
         caught = ", which SGLang caught; it serves on" if event.caught else ""
         return f"{name} raised {event.message}{caught}.", "exception", "established"
@@ -439,7 +439,7 @@ def _consequence(event: FailureEvent, process: ProcessReport) -> str:
         "hang": event.message,
         "exit": "ended with the process that had started it" if event.with_parent else f"ended by {how}",
     }
-    # A log that is read later may have any kind.
+    # In a log that is read later, the kind may be any text.
     return f"{_name(process)} then {did.get(event.kind, did['exit'])}."
 
 
@@ -447,19 +447,19 @@ def _consequence(event: FailureEvent, process: ProcessReport) -> str:
 
 
 def explain(incident: Incident, folder: Path) -> Cause | None:
-    """Return the cause of a judged incident; None where none is known."""
+    """Return the cause of a judged incident; None if it is not known."""
     answer = _ask(incident, folder) if incident.kind != "snapshot" else None
     if answer is None:
         return None
     cause = Cause.of(answer)
-    # Where everybody stands says more than the first of the quotes.
+    # The headline, on where all ranks stand, says more than the first reason, which is a quote.
     cause.reasons = [answer.headline, *answer.because[1:]]
     cause.next_steps = [*_commands(incident, answer.kind), *answer.next]
     return cause
 
 
 def _ask(incident: Incident, folder: Path) -> answers.Verdict | None:
-    """Return what the judge says of an incident and the files in its folder; None where it fails."""
+    """Return the answer of `judge.verdict` for an incident and the files in its folder; None if it raises."""
     try:
         from sglang_crashkit.judge.verdict import judge as ask
         from sglang_crashkit.model.case import case_of
@@ -476,7 +476,7 @@ def _ask(incident: Incident, folder: Path) -> answers.Verdict | None:
 
 
 def _commands(incident: Incident, kind: str) -> Iterator[str]:
-    """Yield the commands of the kit's own that go on from here."""
+    """Yield the kit's own commands that are the next steps."""
     if kind == "poison_request" or any(one.level != "unknown" for one in incident.suspects[:1]):
         yield f'`sglang-crashkit replay {incident.id} --bisect --serve "COMMAND"` finds the request'
     if kind == "rank_divergence":
@@ -484,7 +484,7 @@ def _commands(incident: Incident, kind: str) -> Iterator[str]:
 
 
 def _last_lines(incident: Incident, folder: Path) -> Iterator[Line]:
-    """Yield what the HTTP server said as it ended, where the first failure ended by itself and nothing says why."""
+    """Yield the HTTP server's log lines on a port that it cannot bind, if the first failed process exited by itself."""
     from sglang_crashkit.model.event import Line
 
     report = incident.first_failure
@@ -499,7 +499,7 @@ def _last_lines(incident: Incident, folder: Path) -> Iterator[Line]:
 
 
 def _paths(incident: Incident, kind: str) -> dict[int, str]:
-    """Return by pid the files of one kind of evidence, relative to the incident's folder."""
+    """Return the files of one kind of evidence by pid; paths are relative to the incident's folder."""
     return {
         process.pid: piece.path
         for process in incident.processes

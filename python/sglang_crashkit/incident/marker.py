@@ -1,8 +1,8 @@
-"""The marker of a server program: a file in its spool, which its crash handler touches, and removes at its end.
+"""The marker of a server program: a file in its spool that its crash handler touches, and removes when the server ends.
 
-Where all processes of a server are killed at once, as with a container or its node, nothing else is left of it.
-`handler.unfinished` makes an incident of it at the next start. Whose handler is alive is told by the lock on the spool.
-The file has a JSON object a line, and is empty until it is known that the server is a program of its own.
+If all processes of a server are killed at once, with their container or node, the marker is the only trace of it.
+`handler.unfinished` makes an incident of it at the next start. The lock on the spool shows whether the handler lives.
+The file holds one JSON object a line. It is empty until the kit knows that the server is a program of its own.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from sglang_crashkit.visible import visible
 logger = logging.getLogger(__name__)
 
 MARKER = "serving.jsonl"
-#: The kind of the incident that is made of one, and its trigger.
+#: The kind of the incident that is made of a marker, and its trigger.
 VANISHED = "vanished"
-#: A marker is touched this often, in seconds.
+#: Seconds between touches of a marker.
 TOUCH_SECS = 30.0
-#: Whether a child that has not ended yet has, is looked at this often, in seconds.
+#: Seconds between checks of whether the child has ended.
 _LOOK_SECS = 0.5
-#: What a child answers where there is no marker, and where not even its folder is there.
+#: A child's answers: the marker does not exist; its folder does not exist either.
 _GONE, _LOST = -1, -2
 _MAX_BYTES, _MAX_WORDS, _MAX_KERNEL_LINES = 1 << 16, 200, 3
-#: What the kernel says of processes that it ends, and of a machine that fails; of so many lines at most.
+#: The kernel's messages on processes that it ends and on failures of the machine; and how many lines to search.
 _TELLING = re.compile(
     r"oom-kill:|[Oo]ut of memory|Killed process|segfault at|NVRM: Xid|Hardware Error|blocked for more than|BUG:|panic"
 )
@@ -56,29 +56,29 @@ _MAX_READ = 100_000
 
 
 class Count(msgspec.Struct):
-    """What a file of a cgroup counted when the server was launched."""
+    """A count in a file of a cgroup at the launch of the server."""
 
     path: str
-    name: str  # what is counted: ``oom_kill``, ``max``
-    inode: int  # of the cgroup's folder, which tells it from another one at the same path
+    name: str  # the name of the count in the file: ``oom_kill``, ``max``
+    inode: int  # of the cgroup's folder, by which a later one at the same path is recognised
     count: int
 
 
 class Marker(msgspec.Struct):
-    """A server at work, by its marker; times are in seconds since the epoch."""
+    """The contents of a marker; times are in seconds since the epoch."""
 
     server: ServerInfo
     title: str
     started: float
     boot_id: str
-    arguments: str  # a hash of them, by which two starts are compared
+    arguments: str  # a hash of the command line, to compare two starts
     counts: list[Count] = []
-    asked_to_end: float = 0.0  # when; 0.0 where it was not
-    touched: float = 0.0  # when its handler gave the last sign; not in the file
+    asked_to_end: float = 0.0  # when the server was asked to end; 0.0 if it was not
+    touched: float = 0.0  # when its handler last touched the file, whose mtime this is; not in its contents
 
 
 def server_info(pid: int, start_ticks: int) -> ServerInfo:
-    """Return what tells a server from others."""
+    """Return what identifies a server: its process, host and versions."""
     try:
         release = metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -89,8 +89,8 @@ def server_info(pid: int, start_ticks: int) -> ServerInfo:
 class ServerMarker:
     """Keeps the marker of one server in its spool; `say` writes to the server's own log, `now` is a monotonic clock.
 
-    The crash folder may be on a disk that does not answer, so that a child touches it, one at a time. It never makes
-    the file: one that comes late must not bring it back.
+    The crash folder may be on a disk that does not answer, so a child touches the file, one child at a time. A child
+    never creates it: a late child must not restore a file that was removed.
     """
 
     def __init__(self, spool: Path, say: Callable[[str], object], now: Callable[[], float] = time.monotonic) -> None:
@@ -103,7 +103,7 @@ class ServerMarker:
         self._is_told = False
 
     def create(self) -> None:
-        """Make the file, which says nothing yet."""
+        """Create the empty file."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             os.close(os.open(self._path, flags, 0o600))
@@ -111,19 +111,19 @@ class ServerMarker:
             self._fail(error)
 
     def begin(self, pid: int, start_ticks: int) -> None:
-        """Say that a server program is at work."""
+        """Record that a server program has begun."""
         if not self._lines:
-            # The child has no helper process that reads what may not come.
+            # Read here, not in the child: the child has no helper process for a read that may block.
             cmdline = procfs.read_cmdline(pid)
             self._add(lambda: msgspec.to_builtins(_describe(pid, start_ticks, cmdline)))
 
     def ask_to_end(self, seconds: float) -> None:
-        """Say that it was asked to end, at `seconds` since the epoch."""
+        """Record that the server was asked to end, at `seconds` since the epoch."""
         if self._lines:
             self._add(lambda: {"asked_to_end": seconds})
 
     def act_on_time(self) -> float:
-        """Touch it, where that is due, and return when it is due next, by the monotonic clock."""
+        """Touch the file if that is due; return when to call this again, by the monotonic clock."""
         if self._now() < self._due:
             return self._due
         if self._call is not None and self._now() < self._begun + TOUCH_SECS and not is_reaped(self._pid):
@@ -138,14 +138,14 @@ class ServerMarker:
                 self._fail(error)
             else:
                 if written in (_GONE, _LOST):
-                    # The server's end is known, or somebody removed it; or the crash folder is gone.
+                    # The server's end is known or a user removed the file (_GONE); or the crash folder is gone.
                     logger.info("the marker %s is gone", self._path)
                     if written == _LOST:
                         self._fail(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
                     self._due = float("inf")
                     return self._due
                 self._written = written
-        # One that not even SIGKILL ends stands still on that disk, as the next one would.
+        # A child that even SIGKILL does not end is blocked on the disk, as another child would be.
         if self._pid and not is_reaped(self._pid):
             return self._due
         lines, written = self._lines[self._written :], len(self._lines)
@@ -169,13 +169,13 @@ class ServerMarker:
 
 
 def _touch(path: Path, lines: list[Any], written: int) -> bytes:
-    # One that stands still on a disk is not to pass for a crash handler.
+    # A child that is blocked on a disk must not look like a crash handler.
     setproctitle.setproctitle("crashkit_marker")
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return str(_GONE if path.parent.is_dir() else _LOST).encode()
-    # What is cut off spoils its own line only.
+    # With a newline on both sides, a line that is cut off does not damage the next one.
     data = "".join(f"\n{json.dumps(line)}\n" for line in lines).encode()
     if os.write(descriptor, data) < len(data):
         raise OSError("no space left on the disk")
@@ -203,7 +203,7 @@ def _counts(pid: int) -> Iterator[Count]:
 
 
 def read_marker(spool: Path) -> Marker | None:
-    """Return what the marker in a spool says; None where it is absent or empty, OSError where it cannot be read."""
+    """Return the marker in a spool; None if it is absent or empty, OSError if it cannot be read."""
     try:
         data, touched = read_regular(spool / MARKER, _MAX_BYTES), (spool / MARKER).lstat().st_mtime
     except FileNotFoundError:
@@ -216,7 +216,7 @@ def read_marker(spool: Path) -> Marker | None:
 
 
 def incident_of(marker: Marker, incident_id: str) -> Incident:
-    """Return the incident of a server that is gone with its crash handler, which is not judged."""
+    """Return the incident, not judged yet, of a server that is gone together with its crash handler."""
     server, now = marker.server, time.time()
     since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
     is_same_boot = marker.boot_id == boot_id()
@@ -226,7 +226,7 @@ def incident_of(marker: Marker, incident_id: str) -> Incident:
     incident.requests.reason = "what the server worked on was in the memory of its processes"
     about = {"boot_id": marker.boot_id, "arguments": marker.arguments}
     incident.note(marker.started, "server_started", pid=server.pid, **about)
-    # Of another PID namespace nothing but the handler's lock tells.
+    # The processes of another PID namespace cannot be seen: only the handler's lock shows that they are gone.
     is_seen = not is_same_boot or server.pid_namespace == own_namespace()
     incident.note(gone_by, "found_gone", pid=server.pid, is_seen=is_seen)
     if marker.asked_to_end:

@@ -1,4 +1,4 @@
-"""What processes are called in a line that has little room: ``TP1`` for ``sglang::scheduler_TP1 (pid 4711)``."""
+"""Short names of processes, such as ``TP1`` for ``sglang::scheduler_TP1 (pid 4711)``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NUMBERED = re.compile(r"(.*?)(\d{1,9})")
 
 
 def short_name(title: str, role: str = "") -> str:
-    """Return the name of a process without what goes without saying."""
+    """Return the title of a process without its usual prefixes."""
     if role == "server":
         return "the main process"
     return title.removeprefix("sglang::").removeprefix("scheduler_") or title
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Return names in order, those that differ in consecutive last numbers as one: ``TP0, TP2-7``."""
+    """Join names in order; names that end in consecutive numbers become a range: ``TP0, TP2-7``."""
     runs: list[tuple[str, int, int] | str] = []
     for name in sorted(dict.fromkeys(names), key=natural_order):
         found = _NUMBERED.fullmatch(name)
@@ -37,7 +37,7 @@ def join_names(names: Iterable[str]) -> str:
 
 
 def join_some_names(names: Iterable[str], most: int) -> str:
-    """Return names as `join_names` does; the first of them and how many there are where that is longer than `most`."""
+    """Join names as `join_names` does; if that exceeds `most` characters, return the first name and the number."""
     every = list(dict.fromkeys(names))
     text = join_names(every)
     return text if len(text) <= most else f"{text.partition(', ')[0]}, ... ({len(every):,} in all)"
@@ -58,19 +58,19 @@ class Names:
         self._by_pid = {incident.server.pid: "the main process", **names}
 
     def short(self, process: ProcessReport | Trigger | Failure | Entry) -> str:
-        """Return the name of a process."""
+        """Return the short name of a process."""
         known = self._by_pid.get(process.pid) if process.pid is not None else None
         return known or short_name(process.title)
 
     def shorten(self, text: str) -> str:
-        """Return a sentence with short names for the long ones."""
+        """Replace the long names in a sentence with short ones."""
         for long in sorted(self._long, key=len, reverse=True):
             text = text.replace(long, self._long[long])
         return _TITLE.sub("", text)
 
 
 _DIGITS = re.compile(r"\d+")
-#: Compiled when it is first used, as most commands need none of it.
+#: Compiled at its first use: most commands do not need it.
 _NUMBER = r"""
     (?P<kept> (?:status|code|signal|errno|error|xid|seqnum|numel\w*|ranks)\W{0,3}\d+ )
     # Of a process: a path, an address, an identity.
@@ -83,9 +83,9 @@ _NUMBER = r"""
 
 
 def without_own_numbers(text: str, mark: str = "") -> str:
-    """Return a text without the numbers that differ with each process and moment, a `mark` in place of each.
+    """Return a text with `mark` in place of the numbers that differ between processes or from time to time.
 
-    Exit codes, signals, numbers of errors, counts of ranks and whatever else is a small number are left as they are.
+    Exit codes, signals, error numbers, counts of ranks and other small numbers are left as they are.
     """
 
     def marked(found: re.Match[str]) -> str:

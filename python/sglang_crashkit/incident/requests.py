@@ -1,7 +1,7 @@
-"""The requests of an incident, as they can be sent again, and their fingerprints, by which one is known again.
+"""The requests of an incident, in a form to send again, and their fingerprints, which identify repeated requests.
 
-SGLang fills in the defaults of a request before it is noted, so a fingerprint has nothing that counts as not given, nor
-what is for the server alone, such as its id.
+SGLang fills in the defaults of a request before the journal records it. So a fingerprint leaves out values that mean
+"not given", and fields that only the server uses, such as the request's id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.model.lenient import mapping_of, seconds_of
 from sglang_crashkit.redact import REDACTED
 
-#: What stands in a journal's line beside the request itself, or concerns the server that took it.
+#: Fields of a journal's line that are not of the request itself, or that concern the server which received it.
 _NOT_SENT = frozenset(
     {
         *("kind", "state", "arrived", "ended", "aborted", "pid", "omitted", "truncated", "is_single", "batch_size"),
@@ -33,7 +33,7 @@ _NOT_SENT = frozenset(
         *("parallel_sample_num", "need_wait_for_image", "need_wait_for_mm_inputs", "num_items_assigned"),
     }
 )
-#: Words that a line has for numbers where JSON has none, in these parameters.
+#: Words for numbers that JSON cannot express, and the parameters in which a journal's line has such words.
 _NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
 _NUMBERS = frozenset(
     {
@@ -41,7 +41,7 @@ _NUMBERS = frozenset(
         "logit_bias",
     }
 )
-#: What an answer depends on beside the prompt.
+#: Parameters that an answer depends on besides the prompt.
 _PARAMETERS = (
     *("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
     *("return_text_in_logprobs", "return_hidden_states", "return_routed_experts", "routed_experts_start_len"),
@@ -51,12 +51,12 @@ _PARAMETERS = (
     *("dimensions", "is_cross_encoder_request", "require_reasoning", "max_thinking_tokens"),
     *("custom_logit_processor", "multi_item_delimiter_indices", "token_indices_to_pool"),
 )
-#: What else a prompt may be made of, or an answer depend on, and an incident does not keep.
+#: Fields of a prompt, or that an answer depends on, which an incident does not keep.
 _NOT_KEPT = (
     *("omitted", "truncated", "image_data", "audio_data", "video_data", "input_embeds", "video_config"),
     *("positional_embed_overrides", "embed_overrides", "watermark"),
 )
-#: Where 0 is no default.
+#: The default of this parameter is -1, so that 0 counts as given.
 _START = "logprob_start_len"
 _MAX_LINE = 64 << 20
 
@@ -66,21 +66,21 @@ class StoredRequest:
     """A request of an incident."""
 
     rid: str  # its id
-    arrived: float  # when it arrived, in seconds since the epoch; 0 where that is not known
+    arrived: float  # when it arrived, in seconds since the epoch; 0 if that is not known
     was_running: bool  # it had not been answered when the server failed
-    body: Mapping[str, Any]  # what is sent
-    lacks: tuple[str, ...] = ()  # what was not kept of it, a phrase each
-    path: str = "/generate"  # where it is sent
-    others: tuple[str, ...] = ()  # ids of the other requests that SGLang made of it for several answers (``n``)
+    body: Mapping[str, Any]  # the JSON body to send
+    lacks: tuple[str, ...] = ()  # the parts that the incident did not keep, a phrase each
+    path: str = "/generate"  # the path of the URL to send it to
+    others: tuple[str, ...] = ()  # ids of the other requests into which SGLang split it for several answers (``n``)
 
     @property
     def rids(self) -> tuple[str, ...]:
-        """All ids by which the incident knows it."""
+        """All ids of this request in the incident."""
         return (self.rid, *self.others)
 
     @property
     def is_complete(self) -> bool:
-        """Whether it can be sent as it came."""
+        """Whether it can be sent in full, as it arrived."""
         return not self.lacks and ("text" in self.body or "input_ids" in self.body)
 
 
@@ -92,7 +92,7 @@ def read_requests(incident: StoredIncident) -> list[StoredRequest]:
     path, found = incident.path / REQUESTS, dict[str, StoredRequest]()
     try:
         for number, one in enumerate(_lines_of(path) if path.is_file() else ()):
-            # SGLang makes several of one that wants several answers, each with the whole body.
+            # SGLang splits a request for several answers into several, each with the whole body.
             several = mapping_of(one.body.get("sampling_params")).get("n") not in (None, 1)
             key = json.dumps({**one.body, "rid": one.path}, sort_keys=True) if several else str(number)
             known = found.get(key)
@@ -115,13 +115,13 @@ def _lines_of(path: Path) -> Iterator[StoredRequest]:
             except (ValueError, RecursionError):
                 fields = None
             if not isinstance(fields, dict):
-                # As a full disk leaves it.
+                # A line that is cut off, for example because the disk was full.
                 yield StoredRequest(f"line {number}", 0.0, False, {}, ("all of it, as the line is broken,",))
                 continue
             lacks = [f"its {name} ({text})" for name, text in mapping_of(fields.get("omitted")).items()]
             lacks += [f"the middle of its {name}" for name in mapping_of(fields.get("truncated"))]
             lacks += [f"its {name}, as it may be a secret," for name in redacted_in(fields)]
-            # With the journal's flag for prompts off there may be neither text nor ids.
+            # If prompts are not to be recorded, a line may have neither text nor token ids.
             if not lacks and fields.get("text") is None and fields.get("input_ids") is None:
                 lacks.append("its prompt")
             arrived = seconds_of(fields.get("arrived")) or 0.0
@@ -132,7 +132,7 @@ def _lines_of(path: Path) -> Iterator[StoredRequest]:
 
 
 def _kept(value: Any, *, is_number: bool = False) -> Any:
-    """Return a value without what may be a secret, and the numbers in it that JSON has words for only."""
+    """Return a value without redacted fields, and with numbers in place of the words for numbers."""
     if isinstance(value, dict):
         inner = {name: one for name, one in value.items() if one != REDACTED}
         return {name: _kept(one, is_number=is_number or name in _NUMBERS) for name, one in inner.items()}
@@ -140,7 +140,7 @@ def _kept(value: Any, *, is_number: bool = False) -> Any:
 
 
 def fingerprint_of(fields: Mapping[str, Any]) -> str:
-    """Return the fingerprint of a line of ``requests/requests.jsonl``; empty where some of the request is not kept."""
+    """Return the fingerprint of a line of ``requests/requests.jsonl``; empty if a part of the request was not kept."""
     asked, prompt = _set_in(fields), _prompt_of(fields)
     if not prompt or any(map(fields.get, _NOT_KEPT)) or any(redacted_in(asked)):
         return ""
@@ -148,7 +148,7 @@ def fingerprint_of(fields: Mapping[str, Any]) -> str:
 
 
 def parameters_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a request asks for beside its prompt, by name, those of ``sampling_params`` with a dot."""
+    """Return the parameters of a request besides its prompt, by name; dotted names for those in ``sampling_params``."""
     asked = _set_in(fields)
     sampling = asked.pop("sampling_params", None)
     inner = sampling if isinstance(sampling, dict) else {}
@@ -156,7 +156,7 @@ def parameters_of(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def redacted_in(value: object, name: str = "") -> Iterator[str]:
-    """Yield the names in a mapping of what an incident does not keep, as it may be a secret; with dots where deep."""
+    """Yield the dotted names of the values in a mapping that an incident does not keep as they may be secrets."""
     if isinstance(value, Mapping):
         for its, one in value.items():
             yield from redacted_in(one, f"{name}.{its}" if name else str(its))
@@ -177,7 +177,7 @@ def _set_in(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_of(fields: Mapping[str, Any]) -> bytes:
-    """Return a hash of the text or the token ids of a request, with which; empty where it has neither."""
+    """Return ``text`` or ``ids`` and a hash of the request's text or token ids; empty if it has neither."""
     text, ids = fields.get("text"), fields.get("input_ids")
     if isinstance(text, str):
         return b"text" + hashlib.sha256(text.encode(errors="surrogatepass")).digest()
@@ -185,16 +185,16 @@ def _prompt_of(fields: Mapping[str, Any]) -> bytes:
         try:
             return b"ids" + hashlib.sha256(array("q", ids).tobytes()).digest()
         except (TypeError, OverflowError):
-            # They are no token ids.
+            # The list does not hold token ids.
             return b""
     return b""
 
 
 def was_aborted_before(fields: Mapping[str, Any], incident: Incident) -> bool:
-    """Say whether a request, by its line of ``requests/requests.jsonl``, was aborted before anything failed.
+    """Return whether a request, by its line of ``requests/requests.jsonl``, was aborted before anything failed.
 
-    A client that does not wait for a server that hangs tells nothing of the hang, nor of a crash that ends it: a rank
-    has taken in nothing since its last step began. Nor does one of a hang of which it is not known when it began.
+    An abort after a hang or the failed rank's last step began does not count: the client gave up waiting, and the rank,
+    which has read nothing since, never saw the abort. If it is not known when a hang began, no abort counts.
     """
     aborted = seconds_of(fields.get("aborted"))
     if aborted is None:

@@ -1,11 +1,11 @@
-"""How much of the disk incidents may take, by age, count, size and what stays free, kept before a byte is written.
+"""Limit the disk space of incidents by age, count, size and free space; the limits are checked before each write.
 
-The oldest finished incidents make room for a new one, with the GPU cores and upstream's dumps of requests that they
-name, which lie in the host's folder. Where other programs filled the disk, evidence is still written, but only into the
-space that older incidents gave up (compare journald.conf(5), ``SystemMaxUse=``, ``SystemKeepFree=``).
+To make room for a new incident, the oldest finished ones are removed, with the GPU cores and upstream's dumps of
+requests that they name, which are in the host's folder. If other programs filled the disk, evidence is still written,
+but only into the space that removed incidents freed (compare journald.conf(5), ``SystemMaxUse=``, ``SystemKeepFree=``).
 
-A core or a dump that no incident names may be anybody's. It is never removed. It counts toward the limit when another
-GPU core is requested, but not when the small files of an incident itself are written.
+A core or a dump that no incident names may belong to any program. It is never removed. It counts toward the limit when
+another GPU core is requested, but not when the small files of an incident itself are written.
 """
 
 from __future__ import annotations
@@ -27,58 +27,58 @@ from sglang_crashkit.model.incident import EvidenceStatus
 from sglang_crashkit.model.incident_log import LOG
 from sglang_crashkit.settings import KEEP_FREE, MAX_INCIDENT, MAX_USE, MB, DiskLimits
 
-#: Cores of a server of eight GPUs take 2 GB without memory in them. Of a small file system the defaults are shares.
+#: Cores of a server of eight GPUs take 2 GB without memory contents. On a small file system the share is the default.
 _DEFAULT_MAX_USE, _USE_SHARE = 4096 * MB, 0.10
 _DEFAULT_KEEP_FREE, _FREE_SHARE = 1024 * MB, 0.05
-#: Room is made for at least this much at a time, so that not every file of an incident needs some of its own.
+#: Make room for at least this many bytes at a time, so that not every file of an incident removes others.
 _AT_A_TIME = 256 * 1024
 BLOCK = 4096
 LOCK_SECS = 0.5
-#: What changed within so many seconds may be written still; twice the time that a server's end has. A server in another
-#: container cannot be seen: an incident of one stays for the longer time.
+#: A file that changed within this many seconds may not be complete; this is twice the time limit of a server's end. The
+#: processes of another container cannot be seen, so its incidents stay for the longer time, also in seconds.
 _SETTLED_SECS, _UNSEEN_SECS = 120.0, 3600.0
-#: As ``--crash-dump-folder`` has the driver name its cores, and as SGLang names its dumps.
+#: The names of the driver's cores with ``--crash-dump-folder``, and of SGLang's dumps.
 _CRASH_FILES = re.compile(r"core\.cuda\.\d+\.\d+|crash_dump_[\w.-]+\.pkl")
 FULL = "the disk is full"
 
 
 class NoRoomError(OSError):
-    """A piece of evidence was not written because there is no room for it; the message is the reason."""
+    """There is no room for a piece of evidence; the message is the reason."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def status_of(error: Exception) -> EvidenceStatus:
-    """Return the status of a piece of evidence that could not be written for `error`."""
+    """Return the status of a piece of evidence that was not written because of `error`."""
     return "skipped" if isinstance(error, NoRoomError) else "failed"
 
 
 class Retention:
-    """Makes room for the incident `incident_id` in the folder `incidents`, beside which `host` has the crash files.
+    """Makes room for the incident `incident_id` in the folder `incidents`; the folder `host` holds the crash files.
 
-    What a living server other than `server`, a pid, has left is never removed. `own` is how many bytes the incident
-    takes, `share` how many may be kept for its essential files. Raises OSError where a folder cannot be read.
+    Incidents of a running server are never removed, except those of `server`, a pid. `own` is how many bytes this
+    incident takes, `share` how many may be reserved for its essential files. Raises OSError if a folder cannot be read.
     """
 
     def __init__(self, incidents: Path, host: Path, incident_id: str, limits: DiskLimits, server: int = 0) -> None:
         self._incidents, self._host, self._id = incidents, host, incident_id
         self._limits, self._server = limits, server
         self._max_use, keep_free = limits_on(incidents, limits)
-        # What others have filled already is not emptied again at the expense of evidence.
+        # If less than `keep_free` is free already, don't remove evidence to restore it; only keep what is free.
         self._floor = min(keep_free, space_of(incidents)[1])
-        self._taken: int | None = None  # by all other incidents, with what they name
+        self._taken: int | None = None  # bytes that all other incidents take, with the files that they name
         self.own = 0
         self.share = min(self._max_use, limits.max_incident) // 4
 
     def take(self, growth: int, *, essential: bool = False) -> None:
-        """Make room for more bytes and count them; NoRoomError where limits forbid what is not `essential`."""
+        """Make room for `growth` bytes and count them; NoRoomError if a limit forbids bytes that aren't `essential`."""
         growth = -(-growth // BLOCK) * BLOCK
         if not essential and growth > 0:
             if self.own + growth > self._limits.max_incident:
                 limit = f"{MAX_INCIDENT} ({self._limits.max_incident / MB:g} MB)"
                 raise NoRoomError(errno.ENOSPC, f"the incident would take more than {limit}")
-            # Not before the first stacks: nothing may delay the capture.
+            # Not in the constructor: that runs before the first stacks are taken, which nothing may delay.
             if self._taken is None or self._lack(growth, self._taken):
                 self.make_room(max(growth, _AT_A_TIME))
             if reason := self._lack(growth, self._taken or 0):
@@ -86,14 +86,14 @@ class Retention:
         self.own += growth
 
     def make_room(self, growth: int, beside: Path | None = None) -> str:
-        """Remove the oldest finished incidents until `growth` more bytes fit, and no incident is too old or too many.
+        """Remove the oldest finished incidents until `growth` more bytes fit, and the limits of age and count hold.
 
-        `beside` is another folder, to which somebody else, such as the CUDA driver, is about to write them; cores and
-        dumps that no incident names count then, too. Returns why there is no room, or an empty text; OSError where a
-        folder is gone.
+        `beside` is another folder, to which another program, such as the CUDA driver, is about to write these bytes;
+        with it, cores and dumps that no incident names count, too. Returns why there is no room, or an empty text.
+        Raises OSError if a folder is gone.
         """
         unnamed, found = self._crash_files(), {}
-        # What several name is the last one's, which may be unfinished.
+        # A file that several incidents name goes with the newest of them, which may be unfinished.
         for path in sorted(self._incidents.iterdir(), key=lambda path: path.name.removeprefix(PARTIAL), reverse=True):
             if not path.name.endswith(f"-{self._id}"):
                 files = _named_in(path, unnamed)
@@ -104,7 +104,7 @@ class Retention:
         excess = len(finished) - (self._limits.max_count or len(finished))
         oldest = time.time() - (self._limits.max_age_secs or time.time())
         lock = FolderLock(self._incidents, follow=True)
-        # Two at a time would remove twice as much as they need.
+        # Two processes that make room at the same time would remove twice as much as they need.
         is_alone = lock.acquire(LOCK_SECS) != "taken"
         for number, path in enumerate(finished if is_alone else ()):
             name, (size, files) = parse_name(path.name), found[path]
@@ -115,7 +115,7 @@ class Retention:
         return self._lack(growth, taken, beside)
 
     def _lack(self, growth: int, taken: int, folder: Path | None = None) -> str:
-        """Return why there is no room where the other incidents take `taken` bytes; empty where there is."""
+        """Return why `growth` bytes don't fit beside `taken` bytes of other incidents; empty if they do."""
         if taken + self.own + growth > self._max_use:
             return f"incidents would take more than {MAX_USE} ({self._max_use / MB:g} MB)"
         folder = folder or self._incidents
@@ -126,8 +126,8 @@ class Retention:
         return FULL if free < growth else f"less than {KEEP_FREE} ({floor / MB:.3g} MB) would stay free on the disk"
 
     def _crash_files(self) -> dict[Path, int]:
-        """Return the GPU cores and dumps of requests of this user in the host's folder, and the bytes they take."""
-        # The driver names it by gethostname(2), which may be another one.
+        """Return this user's GPU cores and dumps of requests in the host's folder, with the bytes that they take."""
+        # The driver names its folder by gethostname(2), which may differ from the host's name here.
         hosts = [host for host in (self._host, self._host / ".." / socket.gethostname()) if host.is_dir()]
         found = {}
         for path in (path for host in {host.stat().st_ino: host for host in hosts}.values() for path in host.iterdir()):
@@ -138,7 +138,7 @@ class Retention:
         return found
 
     def _may_go(self, path: Path, files: list[Path]) -> bool:
-        """Say whether the server of a finished incident writes neither it nor what it names any more."""
+        """Return whether a finished incident may be removed: its server no longer writes it, nor the files it names."""
         name = parse_name(path.name)
         try:
             if any(time.time() - file.lstat().st_mtime < _SETTLED_SECS for file in files):
@@ -154,18 +154,18 @@ class Retention:
 
 def _named_in(incident: Path, files: dict[Path, int]) -> list[Path]:
     text = b""
-    # One that is not whole has a log alone.
+    # An unfinished incident has a log only.
     for name in ("incident.json", LOG) if files and parse_name(incident.name) else ():
         with contextlib.suppress(OSError):
             text += read_regular(incident / name, MAX_JSON)
-    # The name of another one may begin or end with this one.
+    # Match whole names: the name of another file may begin or end with this one.
     return [one for one in files if re.search(rf"(?<![\w.-]){re.escape(one.name)}(?![\w-])".encode(), text)]
 
 
 def _remove(folder: Path, files: list[Path]) -> bool:
-    """Remove a finished incident of this user, and `files`, which it names; say whether it is gone.
+    """Remove a finished incident of this user, and `files`, which it names; return whether all are removed.
 
-    It loses its name first, so that one that is removed in part is never taken for a whole one.
+    The folder is renamed first, so that a partly removed incident is never taken for a complete one.
     """
     removing = folder.with_name(f"{REMOVING}{folder.name}")
     with contextlib.suppress(OSError):
@@ -181,7 +181,7 @@ def _remove(folder: Path, files: list[Path]) -> bool:
 
 
 def size_of(folder: Path) -> int:
-    """Return how many bytes the files below `folder` take on disk; links are not followed."""
+    """Return the bytes that the files below `folder` take on disk; links are not followed."""
     size = 0
     for path, _folders, files in os.walk(folder) if not folder.is_symlink() else ():
         for name in files:
@@ -191,7 +191,7 @@ def size_of(folder: Path) -> int:
 
 
 def limits_on(folder: Path, limits: DiskLimits) -> tuple[int, int]:
-    """Return the bytes that all incidents may take of the file system of a folder, and those that they leave free."""
+    """Return how many bytes of the file system of `folder` all incidents may take, and how many must stay free."""
     total = space_of(folder)[0]
     max_use, keep_free = limits.max_use, limits.keep_free
     return (
@@ -201,6 +201,6 @@ def limits_on(folder: Path, limits: DiskLimits) -> tuple[int, int]:
 
 
 def space_of(folder: Path) -> tuple[int, int]:
-    """Return the size of the file system that `folder` is on and what is free of it for this user, in bytes."""
+    """Return the size of the file system of `folder` and its free space for this user, in bytes."""
     status = os.statvfs(folder)
     return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize

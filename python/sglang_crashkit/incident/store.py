@@ -1,6 +1,6 @@
-"""Incidents on disk: what their folders are called, and finding them, newest first; `folder` writes them.
+"""Incidents on disk: the names of their folders, and how to find them, newest first; `folder` writes them.
 
-A folder is called ``<UTC time>-<kind>-<id>``, with a mark in front until it is whole.
+The name of a folder is ``<UTC time>-<kind>-<id>``, with a prefix until the incident is complete.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from sglang_crashkit.model.step import Step
 if TYPE_CHECKING:
     from sglang_crashkit.model.incident import Incident
 
-#: In front of the name of an incident that is not finished.
+#: The prefix of the folder of an unfinished incident.
 PARTIAL = ".partial-"
-#: In front of the name of one that is being removed.
+#: The prefix of the folder of an incident that is being removed.
 REMOVING = ".removing-"
 
 _NAME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)\.(\d{3})Z-([a-z_]+)-([0-9a-f]{8})", re.ASCII)
 _CRASH_FOLDER = "--crash-dump-folder"
 STEPS_SUFFIX = ".steps.jsonl"
 
-#: Incidents of one host this close to each other are about one failure, and those of several hosts. Seconds.
+#: Seconds between incidents, of one host and of several hosts, up to which they are taken to be about one failure.
 _SAME_HOST_SECS, _OTHER_HOST_SECS = 60.0, 900.0
-#: Of an ``incident.json``, which may be anybody's; that of 512 ranks has 2 MB.
+#: The most bytes read of an ``incident.json``, which may be any user's; that of 512 ranks has 2 MB.
 MAX_JSON = 64 << 20
-#: Of one step, with the requests in it.
+#: The most bytes read of one step, with its requests.
 _MAX_LINE = 4 << 20
 
 
 @dataclass(frozen=True)
 class IncidentName:
-    """What the name of an incident's folder tells."""
+    """The parts of the name of an incident's folder."""
 
     seconds: float  # when it was opened, since the epoch, to the millisecond
     kind: str
@@ -62,14 +62,14 @@ class IncidentName:
 
 
 def parse_name(name: str) -> IncidentName | None:
-    """Return what the name of a finished or an unfinished incident's folder tells; None for any other name."""
+    """Parse the name of the folder of a finished or an unfinished incident; return None for any other name."""
     match = _NAME.fullmatch(name.removeprefix(PARTIAL))
     if match is None:
         return None
     *day_and_second, thousandths, kind, its_id = match.groups()
     year, month, day, hour, minute, second = map(int, day_and_second)
     try:
-        # A fleet has ten thousands of names, and `strptime` takes ten times as long.
+        # Not `strptime`, which takes ten times as long: a fleet has tens of thousands of names.
         moment = datetime(year, month, day, hour, minute, second, int(thousandths) * 1000, timezone.utc)
     except ValueError:
         return None
@@ -77,11 +77,11 @@ def parse_name(name: str) -> IncidentName | None:
 
 
 def is_finished(name: str) -> bool:
-    """Say whether it is the name of a finished incident's folder."""
+    """Return whether `name` is that of a finished incident's folder."""
     return parse_name(name) is not None and not name.startswith(PARTIAL)
 
 
-#: Returns what is to be kept of what an ``incident.json`` holds.
+#: Returns the part of the contents of an ``incident.json`` that the caller needs.
 Keep = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -91,20 +91,20 @@ class StoredIncident:
 
     path: Path
     finished: bool  # False for a folder that was left half-written
-    document: dict[str, Any] | None  # what its ``incident.json`` holds, None where that is missing or unreadable
+    document: dict[str, Any] | None  # the contents of ``incident.json``, None if it is missing or unreadable
     problem: str = ""  # why `document` is None; empty otherwise
 
     @cached_property
     def incident(self) -> Incident:
-        """The incident, as far as `document` tells; see `Incident.of`."""
-        # A command that only lists names starts without the whole model.
+        """The incident, as far as `document` has it; see `Incident.of`."""
+        # Import the model here: a command that only lists names does not need it.
         from sglang_crashkit.model.incident import Incident
 
         return Incident.of(self.document)
 
     @property
     def name(self) -> str:
-        """The folder's name without the mark of an unfinished one."""
+        """The folder's name without the prefix of an unfinished one."""
         return self.path.name.removeprefix(PARTIAL)
 
 
@@ -113,11 +113,11 @@ def find_incidents(
 ) -> list[StoredIncident]:
     """Return the incidents below a crash folder, a host's, its ``incidents``, or one incident's, newest first.
 
-    `unreadable` gets why some folders in it cannot be read, where others can. Of ten thousand incidents, what `keep`
-    returns takes less time and memory than all. Those before `since`, in seconds since the epoch, are left out. Raises
-    NothingToDoError where there is no such folder, OSError where no incident was found and a folder cannot be read.
+    `unreadable` gets the errors of folders that cannot be read, if others can. `keep` returns the part of a document to
+    hold, which saves time and memory for ten thousand incidents. `since` is in seconds since the epoch. Raises
+    NothingToDoError if `folder` is not a folder, OSError if no incident was found and a folder cannot be read.
     """
-    is_folder = False  # a folder above it that cannot be read is an error of its own
+    is_folder = False  # other errors than these two, such as of a folder above that cannot be read, are raised
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
     if not is_folder:
@@ -138,10 +138,10 @@ def find_incidents(
 
 
 def incidents_below(folders: Iterable[Path]) -> tuple[list[Path], int]:
-    """Return the incidents below crash folders that are about one failure, and how many others there are.
+    """Return the incidents below crash folders that are about the latest failure, and how many others there are.
 
-    They are the newest of each host, with those that came shortly before it, as of a prefill and decode pair; of hosts
-    whose newest is far older than all others, none.
+    They are the newest of each host and those shortly before it, for example of a prefill and decode pair. Hosts whose
+    newest incident is far older than the newest of all are left out.
     """
     hosts: dict[Path, list[tuple[float, Path]]] = {}
     for path in sorted({path for folder in folders for path in folder.rglob("*")}):
@@ -160,9 +160,9 @@ def incidents_below(folders: Iterable[Path]) -> tuple[list[Path], int]:
 
 
 def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
-    """Return what is in a folder, nothing if absent; where it cannot be read, `unreadable` gets why."""
+    """Return the entries of a folder, none if it is absent; if it cannot be read, add the error to `unreadable`."""
     try:
-        # That of a file system is root's alone.
+        # Only root may read the ``lost+found`` of a file system.
         return [path for path in folder.iterdir() if path.name != "lost+found"]
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -172,12 +172,12 @@ def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
 
 
 def why_unreadable(error: OSError, folder: Path) -> str:
-    """Say of a folder that it cannot be read, and why."""
+    """Return in words that a folder cannot be read, and why."""
     return f"{error.filename or folder} cannot be read: {error.strerror or error}"
 
 
 def unreadable_error(error: OSError, folder: Path) -> CrashkitError:
-    """Return what is reported of a folder that cannot be read."""
+    """Return the error to report for a folder that cannot be read."""
     return CrashkitError(
         why_unreadable(error, folder),
         next_step=f"ls -ld {shlex.quote(str(error.filename or folder))}{WHOSE_IT_IS}",
@@ -185,11 +185,11 @@ def unreadable_error(error: OSError, folder: Path) -> CrashkitError:
 
 
 def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | None = None) -> StoredIncident:
-    """Return the one incident that is meant; one that was left unfinished only where no finished one is.
+    """Return the incident that `text` names; an unfinished one only if no finished one matches.
 
-    `text` is an incident's folder, a crash folder, of which the newest is taken, or one in `folder`: ``latest``, its
-    id, or how that begins. Raises NothingToDoError where there is none, UsageError where there are several, and
-    CrashkitError where it cannot be read.
+    `text` is an incident's folder; or a crash folder, for its newest incident; or it names an incident in `folder`:
+    ``latest``, its id, or the beginning of its id. Raises NothingToDoError if there is none, UsageError if there are
+    several, and CrashkitError if the incident cannot be read.
     """
     is_name = "/" not in text and not Path(text).exists()
     place = (folder or settings.fallback_folder()) if is_name else Path(text)
@@ -203,7 +203,7 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
         ]
     except OSError as error:
         raise unreadable_error(error, place) from error
-    # What a handler left that was killed is finished at the next start of a server, and is all there is until then.
+    # The next start of a server finishes the incident of a handler that was killed. Until then there is only that one.
     found = [one for one in meant if one.finished] or [one for one in meant if one.document is not None]
     if not found:
         named = f"incident {wanted}" if wanted else "finished incident"
@@ -226,34 +226,34 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
 
 
 def _read(path: Path, keep: Keep | None = None) -> Iterator[StoredIncident]:
-    """Yield the incident in a folder; none where it is no folder."""
+    """Yield the incident in a folder; nothing if `path` is not a folder."""
     finished = not path.absolute().name.startswith(PARTIAL)
     document, problem = None, "has no incident.json"
     try:
         document = json.loads(read_regular(path / "incident.json", MAX_JSON))
         problem = "" if isinstance(document, dict) else "incident.json is not an object"
     except (FileNotFoundError, NotADirectoryError):
-        # Until it is whole there is its log alone.
+        # An incident that is not complete has a log only.
         from sglang_crashkit.incident.judging import read_log
 
         if (incident := read_log(path)) is not None:
             document, problem = incident.to_json(), ""
     except (OSError, ValueError, RecursionError) as error:
-        # The words alone: the path stands beside them.
+        # Without the path, which the caller puts in front.
         problem = f"incident.json cannot be read: {getattr(error, 'strerror', None) or error}"
     if path.is_dir():
         if problem:
             document = None
         yield StoredIncident(path, finished, keep(document) if keep and document else document, problem)
     elif not finished:
-        # It got its name meanwhile; one that was removed is gone.
+        # The folder was renamed since, as its incident was finished, or it was removed.
         yield from _read(path.with_name(path.name.removeprefix(PARTIAL)), keep)
 
 
 def find_incident_of(pid: int, since: float, command: object, deadline_secs: float) -> StoredIncident | None:
-    """Return the newest incident that the crash handler of server `pid` wrote, after a wait for it; None if absent.
+    """Wait up to `deadline_secs` for an incident of server `pid`; return the newest since `since`, None if absent.
 
-    `command` is the server's, as words or as one text, which tells its crash folder.
+    `command` is the server's command line, as words or as one text; its crash folder is read from it.
     """
     deadline = time.monotonic() + deadline_secs
     words: list[str] = []
@@ -262,7 +262,7 @@ def find_incident_of(pid: int, since: float, command: object, deadline_secs: flo
     crash_folder = value_of(words, _CRASH_FOLDER)
     folders = [*([Path(crash_folder)] if crash_folder else []), settings.fallback_folder()]
     while True:
-        # Asked first: what the handler writes last is there once it has left.
+        # Look for the handler first: if it has ended, all that it wrote is found below.
         at_work = any(settings.runtime_folder(pid, 0).parent.glob(f"{pid}-*"))
         for folder in filter(Path.is_dir, folders):
             for one in find_incidents(folder, since=since):
@@ -281,16 +281,16 @@ class StoredSteps:
     """The steps of one rank."""
 
     title: str  # of its process
-    pid: int  # of its process, 0 where the file's name does not tell
-    ranks: dict[str, int]  # its ranks by lower-case name, as `titles.rank_of` has them
+    pid: int  # of its process, 0 if it is not in the file's name
+    ranks: dict[str, int]  # its ranks by lower-case name, as `titles.rank_of` returns them
     steps: tuple[Step, ...]  # in the order of their numbers
-    unread: int = 0  # how many lines are no step, as the last one of a handler that was killed
+    unread: int = 0  # how many lines are no step, such as the last line of a handler that was killed
 
 
 def read_steps(incident: Path, number: int | None = None, last: int | None = None) -> list[StoredSteps]:
-    """Return the steps in an incident's folder by the ranks' titles; CrashkitError where a file cannot be read.
+    """Return the steps in an incident's folder, sorted by file name; CrashkitError if a file cannot be read.
 
-    All, or those of `number` alone; with `last` so many of the last ones of each rank, and those around `number`.
+    All steps, or step `number`; with `last` also the last ones of each rank, and the steps before and after `number`.
     """
     try:
         return [_read_steps(path, number, last) for path in sorted(incident.glob(f"ranks/*{STEPS_SUFFIX}"))]
@@ -318,9 +318,9 @@ def _read_steps(path: Path, number: int | None, last: int | None) -> StoredSteps
 
 
 def _chosen(lines: Iterator[bytes], number: int | None, last: int) -> Iterator[bytes]:
-    """Yield the line of a step, and of those beside it with the `last` ones.
+    """Yield the line of step `number`, and with `last` those of the steps beside it, and the last ones.
 
-    A line at a time is read: those of a thousand steps of hundreds of requests take tens of megabytes.
+    Only chosen lines are held: a thousand steps of hundreds of requests take tens of megabytes.
     """
     near = () if number is None else range(number - (last > 0), number + 1 + (last > 0))
     starts, kept = tuple(f'{{"number": {each},'.encode() for each in near), deque[bytes](maxlen=last)

@@ -1,1 +1,1 @@
-"""GPU cores: asked for and awaited (`trigger`), and read by NVIDIA's cuda-gdb (`reading`)."""
+"""GPU cores: request one and wait for it (`trigger`), and read it with NVIDIA's cuda-gdb (`reading`)."""

@@ -1,8 +1,8 @@
-"""What NVIDIA's cuda-gdb says of a GPU core: its GPUs, kernels with their parameters, and exceptions.
+"""Read a GPU core with NVIDIA's cuda-gdb: its GPUs, kernels with their parameters, and exceptions.
 
-cuda-gdb is a program of its own with a deadline: a damaged core makes it hang, fail an assertion or die by a signal.
-Sources: NVIDIA's CUDA-GDB manual, "GPU core dump support" and "info cuda Commands", and what 12.4 and 13.0 print of
-cores of an H200. 13.0 dies by SIGABRT on one of an MMU fault, which 12.4 reads.
+cuda-gdb runs as a separate program with a deadline: a damaged core makes it hang, fail an assertion or die by a signal.
+Sources: NVIDIA's CUDA-GDB manual, "GPU core dump support" and "info cuda Commands", and the output of 12.4 and 13.0 for
+cores of an H200. 13.0 dies by SIGABRT on a core of an MMU fault, which 12.4 reads.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sglang_crashkit.capture.debugger import GET_CUDA_GDB, begin_command, find_c
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
 
-#: A core of a GPU full of warps takes seconds, its registers and memory more.
+#: The deadline of cuda-gdb. A core of a GPU full of warps takes seconds; with registers and memory it takes longer.
 MAX_SECONDS = 60.0
-#: A few kernels take as many lines.
+#: The most bytes of output; it has a line for each kernel.
 MAX_OUTPUT = 1 << 20
-#: Templates make names of thousands of characters, and a pattern is tried on no more of a line than this.
+#: Characters of a line to parse, and of a name to keep: templates make names of thousands of characters.
 _MAX_LINE, _MAX_NAME = 4096, 200
-#: The last decides on the status, and of these that of the devices never fails.
+#: The last command decides on the exit status, so ``devices``, which never fails, comes last.
 _TABLES = ("kernels", "devices")
-#: What stands before each table.
+#: The beginning of the line before each table.
 _MARK = "== "
 
 #: ``*   0        1b:00.0 NVIDIA H200       GH100   sm_90   132 ...``
@@ -47,14 +47,14 @@ _REFUSED = re.compile(r"Failed to read core file: (.+)")
 
 
 class CudaCoreError(CrashkitError):
-    """cuda-gdb is not installed, or the file is no whole core, or none that cuda-gdb can read."""
+    """cuda-gdb is not installed, or the file is not a complete core, or cuda-gdb cannot read it."""
 
 
 @dataclass(frozen=True)
 class Device:
     """A GPU that the process saw."""
 
-    number: int  # CUDA's number of it in this process
+    number: int  # its device number in this process
     name: str
     sm_type: str  # its instruction set, such as ``sm_90``
     sms: int  # how many SMs it has
@@ -65,32 +65,32 @@ class Kernel:
     """A kernel that was on a GPU."""
 
     device: int  # see `Device.number`
-    grid_id: int  # what no other launch of the process has
+    grid_id: int  # unique among the launches of the process
     status: str  # ``active`` and the like
     grid: str  # how many blocks it has, such as ``2x1x1``
     block: str  # how many threads each block has
-    call: str  # its name and its parameters, where cuda-gdb knows them
+    call: str  # its name, and its parameters if cuda-gdb knows them
 
 
 @dataclass(frozen=True)
 class Focus:
-    """The thread that cuda-gdb looks at first: the first that failed, else the first of all."""
+    """The thread that cuda-gdb selects at first: the first that failed, else the first of all."""
 
-    exception: str  # what failed, in cuda-gdb's words; empty where nothing did
-    pc: str  # where that was triggered, or else where the thread was: an address in hexadecimal; empty if unknown
-    function: str  # whose code that is, with its parameters where they are known; empty if unknown
+    exception: str  # the exception in cuda-gdb's words; empty if there is none
+    pc: str  # the hexadecimal address that triggered it, or else the thread's program counter; empty if unknown
+    function: str  # the function at `pc`, with its parameters if they are known; empty if unknown
     places: dict[str, str]  # ``device``, ``sm``, ``warp``, ``grid`` and ``block``, as cuda-gdb writes them
 
 
 @dataclass(frozen=True)
 class CudaCore:
-    """What cuda-gdb says of a core."""
+    """The contents of a core, as cuda-gdb prints them."""
 
     devices: tuple[Device, ...]
     kernels: tuple[Kernel, ...]
-    focus: Focus | None  # None where no thread was on a GPU
-    problem: str  # why that is not all; empty where it is
-    text: str  # what cuda-gdb printed
+    focus: Focus | None  # None if no thread was on a GPU
+    problem: str  # why this is incomplete; empty if it is complete
+    text: str  # the output of cuda-gdb
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, without the text."""
@@ -98,15 +98,15 @@ class CudaCore:
 
 
 def read_cuda_core(path: Path, seconds: float = MAX_SECONDS, folder: Path | None = None) -> CudaCore:
-    """Return what cuda-gdb says of a core within `seconds`.
+    """Read a core with cuda-gdb.
 
     Args:
         path: the core, not a link to one.
-        seconds: when cuda-gdb is killed; what it printed by then counts.
-        folder: where cuda-gdb gets a folder for its own files, the temporary one by default.
+        seconds: the time after which cuda-gdb is killed; its output up to then is used.
+        folder: the folder in which cuda-gdb gets a folder for its own files; by default the temporary folder.
 
     Raises:
-        CudaCoreError: see there; the message says which.
+        CudaCoreError: see there; the message has the reason.
     """
     program = find_cuda_gdb()
     if program is None:
@@ -116,7 +116,7 @@ def read_cuda_core(path: Path, seconds: float = MAX_SECONDS, folder: Path | None
         raise CudaCoreError(f"{path} {what}", next_step="name the file that CUDA_COREDUMP_FILE made")
     try:
         with tempfile.TemporaryDirectory(prefix="cuda-gdb-", dir=folder, ignore_cleanup_errors=True) as own:
-            # A name of the kit's own: whatever the core's is, it is no part of a command.
+            # Link to the core by a fixed name, so that its own name cannot become part of a command.
             link = Path(own) / "core"
             link.symlink_to(path.absolute())
             argv = [*begin_command(program), "-ex", f"target cudacore {link}"]
@@ -139,8 +139,8 @@ def read_cuda_core(path: Path, seconds: float = MAX_SECONDS, folder: Path | None
 
 
 def parse(text: str, problem: str = "") -> CudaCore:
-    """Return what is in the output of cuda-gdb; `problem` says why it is not all of it."""
-    # What a hostile core has for a name must not move the cursor of a terminal.
+    """Parse the output of cuda-gdb; `problem` is why it is incomplete."""
+    # A name in a hostile core must not move the cursor of a terminal.
     text = "".join(one if one.isprintable() or one == "\n" else "?" for one in text)
     opening, *parts = text.split(f"\n{_MARK}")
     tables: dict[str, list[str]] = {}
@@ -184,14 +184,14 @@ def _focus_of(opening: str) -> Focus | None:
     function, _, launch = (frame[2] if frame else "").partition("<<<")
     function = function.strip()[:_MAX_NAME]
     if "(" not in function and (parameters := _PARAMETERS.search(launch[:_MAX_LINE])):
-        # 12.4 tells these here only.
+        # cuda-gdb 12.4 prints the parameters only after the launch.
         function = f"{function}({parameters[1]})"[:_MAX_NAME]
     function = "" if function == "??" else function
     return Focus(found["exception"][1][:_MAX_NAME] if "exception" in found else "", pc, function, places)
 
 
 def core_in_lines(core: CudaCore, most: int = 32) -> Iterator[str]:
-    """Yield the kernels of a core, so many at most, and what failed, which begins with ``exception: ``."""
+    """Yield a line for each kernel of a core, up to `most`, then for its exception, which begins ``exception: ``."""
     for kernel in core.kernels[:most]:
         shape = f"grid {kernel.grid}, block {kernel.block}, {kernel.status}, grid id {kernel.grid_id}"
         yield f"kernel {kernel.call} on GPU {kernel.device}: {shape}"

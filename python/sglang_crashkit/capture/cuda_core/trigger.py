@@ -1,9 +1,9 @@
-"""Ask the CUDA driver of a process for a GPU core, and tell when the core is whole.
+"""Request a GPU core from the CUDA driver of a process, and detect when the core is complete.
 
-The driver of a process with ``CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1`` makes a named pipe, waits for somebody to write
-to it, and then writes a core, an ELF file, at the place that ``CUDA_COREDUMP_FILE`` names. Sources: NVIDIA's CUDA-GDB
-manual, "GPU core dump support", and the driver API's coredump attributes. "Asked" is not "written": a core of a busy
-GPU takes seconds to minutes, and a process that is killed meanwhile leaves half a file.
+The driver of a process with ``CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1`` creates a named pipe. When another process writes
+to the pipe, the driver writes a core, an ELF file, to the path that ``CUDA_COREDUMP_FILE`` names. Sources: NVIDIA's
+CUDA-GDB manual, "GPU core dump support", and the driver API's coredump attributes. A core of a busy GPU takes seconds
+to minutes, and a process that is killed before then leaves an incomplete file.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import FifoError, open_regular, write_to_fifo
 
 _ENABLED, _PIPE, _FILE = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_PIPE", "CUDA_COREDUMP_FILE"
-#: The driver's own names, by the manual and as seen with other drivers.
+#: The driver's default names: from the manual, and as observed with other drivers.
 _DEFAULT_PIPE = "corepipe.cuda.%h.%p"
 _KNOWN_PIPE = re.compile(r"corepipe[._].*")
 _DEFAULT_FILE = "core_%t_%h_%p.nvcudmp"
-#: A file that no process holds open and that does not grow for this long, in seconds, is not written any more.
+#: Seconds after which a file that its process has closed, and that does not grow, is no longer being written.
 STILL_SECS = 1.0
-#: What is written to the pipe. SGLang writes one byte; vLLM writes 1 MB, since a short write was seen to do nothing.
+#: What to write to the pipe. SGLang writes one byte; vLLM writes 1 MB, as a short write was seen to have no effect.
 TRIGGER = b"1"
 _MAGIC = b"\x7fELF\x02\x01"
-#: Of an ELF header, where the table of its sections is, and the length and number of its rows; and of the first row the
-#: number of them where the header has no room for it.
+#: The fields of an ELF header for the offset of the section table, and the size and number of its rows. If the number
+#: does not fit into the header, it is in the first row, from which the second struct reads it.
 _HEADER, _COUNT = struct.Struct("<6s34xQ10xHH2x"), struct.Struct("<32xQ")
 #: The unit of stat(2)'s ``st_blocks``.
 _BLOCK_BYTES = 512
 
 
 class NoCoreError(Exception):
-    """There will be no core; the message says why, in a few words."""
+    """There will be no core; the message is a short reason."""
 
 
 class CoreRequest:
-    """One core of one process, from the trigger to the whole file.
+    """The request for one core of one process, from the trigger to the complete file.
 
-    `environ` is what it was started with, as far as its own cannot be read: setproctitle writes the title over it.
+    `environ` is used for variables that cannot be read from the process: setproctitle writes its title over them.
     """
 
     def __init__(self, pid: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -55,18 +55,18 @@ class CoreRequest:
         self._is_enabled = known.get(_ENABLED) == "1"
         self._pipe, self._file = known.get(_PIPE, _DEFAULT_PIPE), known.get(_FILE, _DEFAULT_FILE)
         self._before: set[Path] = set()
-        self._sizes: dict[Path, tuple[int, float]] = {}  # size, and since when, by the monotonic clock
+        self._sizes: dict[Path, tuple[int, float]] = {}  # size, and when it was first seen, by the monotonic clock
 
     def find_pipes(self) -> list[Path]:
-        """Return where the driver may listen, the likeliest first: what an earlier process left may have the same name.
+        """Return the pipes that the driver may read, the likeliest first: an earlier process may have left one.
 
         Raises:
-            NoCoreError: there is no pipe, or the driver was not told to make one.
+            NoCoreError: there is no pipe, or the driver was not configured to create one.
         """
         if not self._is_enabled:
             raise NoCoreError(f"{_ENABLED}=1 was not set when it started")
         known = self._absolute(self._pipe)
-        # Pipes are told from other things before they are opened: to open a device may do something.
+        # Check that each file is a pipe before it is opened: to open a device may have side effects.
         pattern = re.escape(Path(self._pipe).name).replace("%h", ".*").replace("%t", r"\d+")
         wanted = re.compile(pattern.replace("%p", str(self.pid)))
         opened = [path for _link, path in procfs.open_files(self.pid)]
@@ -79,10 +79,10 @@ class CoreRequest:
         raise NoCoreError(f"there is no pipe {known}: CUDA was not initialised")
 
     def send(self, pipes: Sequence[Path] = ()) -> None:
-        """Ask for the core, at `pipes` that were found before or are looked for; return at once.
+        """Request the core at `pipes`, by default those of `find_pipes`; return at once.
 
         Raises:
-            NoCoreError: it cannot be asked: there is no pipe, it has no reader, or it is not the process's own.
+            NoCoreError: there is no pipe, it has no reader, or it is not the process's own.
         """
         pipes = pipes or self.find_pipes()
         self._before = set(self._files())
@@ -98,9 +98,9 @@ class CoreRequest:
         raise NoCoreError(str(first_error)) from first_error
 
     def join(self) -> bool:
-        """Say whether the driver writes a core by now without being asked, which `look` then returns.
+        """Return whether the driver is already writing a core unasked, as it does when the GPU fails.
 
-        It does so when the GPU fails.
+        If so, `look` returns that core.
         """
         opened = {path for _link, path in procfs.open_files(self.pid)}
         files = set(self._files())
@@ -109,14 +109,14 @@ class CoreRequest:
 
     @property
     def is_watchable(self) -> bool:
-        """Whether the core becomes a file; ``CUDA_COREDUMP_FILE`` may name a command or a pipe instead."""
+        """Whether the core will be a file; ``CUDA_COREDUMP_FILE`` may name a command or a pipe instead."""
         return not self._file.startswith("|") and not _is_fifo(Path(self._file))
 
     def look(self, *, has_ended: bool = False) -> Path | None:
-        """Return the core when it is whole, None while it is not; a process that `has_ended` writes no more.
+        """Return the core when it is complete, None before then; a process that `has_ended` writes no more.
 
         Raises:
-            NoCoreError: the driver left a file that is no whole core.
+            NoCoreError: the driver left a file that is not a complete core.
         """
         for path in self._new():
             if not self._has_settled(path) and not has_ended:
@@ -129,12 +129,12 @@ class CoreRequest:
 
     @property
     def written(self) -> int:
-        """How much of the core is on the disk, in bytes, of a file with holes also what fills them; it grows on."""
+        """A number of bytes that grows while the core is written, even when the driver fills holes in the file."""
         return self.size_on_disk + sum(map(self._size_of, self._new()))
 
     @property
     def size_on_disk(self) -> int:
-        """How many bytes of the disk the core takes by now."""
+        """How many bytes of the disk the core takes so far."""
         size = 0
         for path in self._new():
             with contextlib.suppress(OSError):
@@ -146,13 +146,13 @@ class CoreRequest:
 
     @property
     def folder(self) -> Path:
-        """Return where the core will lie; see `is_watchable`."""
+        """The folder in which the core will be; see `is_watchable`."""
         return self._absolute(self._file).parent
 
     def written_since(self, seconds: float) -> Path | None:
-        """Return the last core that the driver wrote of the process by itself, as it does when the GPU fails.
+        """Return the last core that the driver wrote for the process unasked, as it does when the GPU fails.
 
-        What is older, in seconds since the epoch, has another cause, or was of another process.
+        A core from before `seconds` since the epoch has another cause, or is of another process.
         """
         found = []
         for path in self._files():
@@ -163,13 +163,13 @@ class CoreRequest:
         return max(found)[1] if found else None
 
     def leftover(self) -> str:
-        """Say what there is of a core that did not become whole."""
+        """Describe the files of a core that was not completed."""
         parts = sorted(self._new())
         return ", ".join(f"{path} has {self._size_of(path)} bytes so far" for path in parts) or "no file appeared"
 
     def _files(self) -> Iterator[Path]:
         path = self._absolute(self._file)
-        # The time in the name is that of the core, which is not known.
+        # The name has the time of the core, which is not known.
         for name in glob.iglob(glob.escape(str(path)).replace("%t", "*")):  # noqa: PTH207 - an absolute pattern
             with contextlib.suppress(OSError):
                 if stat.S_ISREG(os.lstat(name).st_mode):
@@ -183,7 +183,7 @@ class CoreRequest:
         return path
 
     def _has_settled(self, path: Path) -> bool:
-        """Say whether it has not grown since the last look, and the process has closed it."""
+        """Return whether the size is unchanged since the last call, and the process has closed the file."""
         size = self._size_of(path)
         known = self._sizes.get(path)
         if known is None or known[0] != size:
@@ -200,13 +200,13 @@ class CoreRequest:
 
 
 def is_whole_core(path: Path) -> bool:
-    """Say whether `path`, not a link, is a 64-bit ELF file with its table of sections, which the driver writes last."""
+    """Return whether `path`, not a link, is a 64-bit ELF file with its section table, which the driver writes last."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             magic, table, row_size, count = _HEADER.unpack(os.pread(file.fileno(), _HEADER.size, 0))
             if magic == _MAGIC and table and not count:
-                # More than the header can say: the first one says how many.
+                # The number does not fit into the header; the first row has it.
                 (count,) = _COUNT.unpack(os.pread(file.fileno(), _COUNT.size, table))
             return bool(magic == _MAGIC and 0 < table < table + count * row_size <= size)
     except (OSError, ValueError, OverflowError, struct.error):
