@@ -145,9 +145,9 @@ class Collection:
         patched = {dict(one.rank.scope).get("server") for one in noted if one.steps}
         noted = [one for one in noted if dict(one.rank.scope).get("server") in patched]
         self.divergence = find_divergence(noted, Moment(read_at, "it was looked at", read_at))
-        self._write_account()
+        self._write_verdict()
 
-    def _write_account(self) -> None:
+    def _write_verdict(self) -> None:
         """Write the verdict and the summary so far, for a reader who opens the folder early."""
         verdict, _case = self.judged()
         told = msgspec.to_builtins({"verdict": verdict, "divergence": self.divergence})
@@ -228,7 +228,7 @@ class Collection:
         limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
         processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
         debug_all(self._cuda_gdb, processes, TOOL_SECS, lambda pid, it: self._take_in(by_pid[pid], it), limit)
-        self._write_account()
+        self._write_verdict()
 
     def _take_snapshot(self) -> None:
         began, started = clock.now(), time.monotonic()

@@ -229,7 +229,7 @@ def _ask(
     if done.status is None:
         transport.give_up(node)
     if (document := _find_answer(done.text)) is not None:
-        _take_in(result, document, f"{transport.noun} {node}")
+        _store_answer(result, document, f"{transport.noun} {node}")
     elif stop.is_set():
         result.problems.append(Problem(f"{transport.noun} {node}", "interrupted"))
     else:
@@ -270,7 +270,7 @@ def _telling_line(text: str) -> str:
     return _MARKS.sub("", (telling or lines[-1:] or [""])[0])[:_WIDEST]
 
 
-def _take_in(result: NodeResult, document: Mapping[str, Any], name: str) -> None:
+def _store_answer(result: NodeResult, document: Mapping[str, Any], name: str) -> None:
     """Put the answer of the node called `name` into its result, and write its files to its folder."""
     status = document["exit_code"]
     result.status = status if isinstance(status, int) else ExitCode.FAILED

@@ -32,7 +32,7 @@ _EXAMPLE = 'such as --via "kubectl exec {host} -c sglang --" or --via "ssh {host
 #: A host's name is also a folder's name here, and a remote shell may see it: options, paths and quotes are refused.
 _NAME = re.compile(r"[\w\[][\w.:@%+\[\]-]{0,252}", re.ASCII)
 #: The program that joins its words with blanks, for a remote shell to split again.
-_JOINING = "ssh"
+_SSH = "ssh"
 #: A job, a task of an array, or a component of a heterogeneous job.
 _JOB_ID = re.compile(r"\d+(_\d+|\+\d+)?")
 #: One line for each job: the id that srun takes, the id that people see, the state, the nodes.
@@ -41,7 +41,7 @@ _JOB_FORMAT = "%A|%i|%T|%N"
 _ASK_SECS = 60.0
 #: Variables that say where Slurm is; the others with these prefixes would act as options of srun within a job.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
-_FOREIGN = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
+_SLURM_PREFIXES = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
 
 
 def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
@@ -127,7 +127,7 @@ def _command_on(template: Sequence[str], host: str, command: Sequence[str]) -> l
     words, quoted = [word.replace(_HOST, host) for word in template], shlex.join(command)
     if any(_COMMAND in word for word in words):
         return [word.replace(_COMMAND, quoted) for word in words]
-    return [*words, quoted] if Path(words[0]).name == _JOINING else [*words, *command]
+    return [*words, quoted] if Path(words[0]).name == _SSH else [*words, *command]
 
 
 def _words_of(template: str) -> list[str]:
@@ -143,15 +143,15 @@ def _words_of(template: str) -> list[str]:
     # Only before the host, and behind "--", the word ssh is a program; elsewhere it may be a name, as in ``-c ssh``.
     host = next(number for number, word in enumerate(words) if _HOST in word)
     behind = words.index("--") if "--" in words else len(words)
-    is_behind = any(Path(word).name == _JOINING for word in (*words[1:host], *words[behind:]))
-    if is_behind and Path(words[0]).name != _JOINING and not any(_COMMAND in word for word in words):
+    is_behind = any(Path(word).name == _SSH for word in (*words[1:host], *words[behind:]))
+    if is_behind and Path(words[0]).name != _SSH and not any(_COMMAND in word for word in words):
         raise UsageError(
-            f"--via {template!r}: {_JOINING} has a shell take the command apart, so say where it goes",
+            f"--via {template!r}: {_SSH} has a shell take the command apart, so say where it goes",
             next_step=f"--via {shlex.quote(f'{template} {_COMMAND}')}",
         )
     if shutil.which(words[0]) is None:
         raise UsageError(f"--via: there is no command {words[0]} here", next_step="name its path, or set PATH")
-    if Path(words[0]).name == _JOINING:
+    if Path(words[0]).name == _SSH:
         # Without BatchMode ssh asks for a password, reads an empty one and fails. ssh takes an option's first value.
         words[1:1] = ["-o", "BatchMode=yes"]
     return words
@@ -180,7 +180,7 @@ def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
     In a job's script ``SLURM_NTASKS``, ``SLURM_MEM_PER_NODE`` and others are options that the step must not have.
     """
-    return {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_FOREIGN)}
+    return {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_SLURM_PREFIXES)}
 
 
 def _last_line(text: str) -> str:

@@ -76,7 +76,7 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     result.left_out = [f"request {one.rid}: {', '.join(one.lacks)} is not kept" for one in stored if one.lacks]
     trials = _Trials(incident.incident, plan, say)
     try:
-        _find(trials, [_as_far_as_kept(one) for one in stored if one.body], result)
+        _find(trials, [_sendable(one) for one in stored if one.body], result)
     except BudgetSpentError as error:
         result.reason = error.message
     finally:
@@ -178,7 +178,7 @@ def _fewest(
     return kept(()) if fails(kept(())) else kept(minimize(names, lambda some: fails(kept(some))))
 
 
-def _as_far_as_kept(request: StoredRequest) -> StoredRequest:
+def _sendable(request: StoredRequest) -> StoredRequest:
     """Return a request that another server, which has no sessions, can answer; a lost prompt gets a stand-in."""
     body = {name: value for name, value in request.body.items() if name != "session_params"}
     if "text" not in body and "input_ids" not in body:

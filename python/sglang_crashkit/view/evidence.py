@@ -29,7 +29,7 @@ _MAX_BYTES, _MAX_LINE = 64 << 20, 4 << 20
 #: Most characters of a request's id (and of its state and times), of one of its parameters, and of a text.
 _MAX_HEAD, _MAX_PARAMETER, _MAX_TEXT = 150, 60, 20_000
 #: Kinds of evidence with stacks, in the order of preference: the first one says more of a process that failed.
-_KINDS = ("fault_stack", "stack")
+_STACK_KINDS = ("fault_stack", "stack")
 _KIT = "sglang_crashkit/"
 _SAMPLING = "sampling_params."
 #: SGLang's default parameters, which are not shown: its OpenAI API writes them into every request.
@@ -130,7 +130,7 @@ def stacks_of(process: ProcessReport, files: IncidentFiles) -> Iterator[tuple[bo
     paths = {one.kind: one.path for one in reversed(process.evidence) if one.path}
     record = files.read_object(paths.get("exception"))
     raised = tuple(map(_frame_of, reversed(texts_of(record.get("traceback"))[-_MAX_FRAMES:])))
-    path = next((paths[kind] for kind in _KINDS if kind in paths), "")
+    path = next((paths[kind] for kind in _STACK_KINDS if kind in paths), "")
     threads = mappings_of(files.read_object(f"{path.removesuffix('.txt')}.json").get("threads"))[:_MAX_THREADS]
     doing = tuple(map(_frame_of, process.doing[:_MAX_FRAMES])) if process.has("exception") or not threads else ()
     if told := raised or doing:

@@ -27,7 +27,7 @@ _COUNTER_FOLDER = re.compile(r"/\S{1,200}/(?=memory\.)")
 _OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
 _REPLAY = f"{_OWN_COMMAND}replay"
 #: Next steps of a cause that the screen leaves out, because it shows these commands in its own words.
-_TOLD_ANYWAY = (f"`{_REPLAY} ", f"`{_OWN_COMMAND}steps ", f"`{_OWN_COMMAND}show ")
+_OWN_STEPS = (f"`{_REPLAY} ", f"`{_OWN_COMMAND}steps ", f"`{_OWN_COMMAND}show ")
 #: A command with its arguments, in backticks; a single word in backticks need not be a command.
 _COMMAND = re.compile(r"`([^` ]+ [^`]+)`")
 #: Kinds of verdicts whose headline drops the text after its first colon where the line would be too long.
@@ -265,10 +265,10 @@ class _Screen:
         cause, most = self._incident.cause, _MAX_STEPS
         kind, steps = (cause.kind, cause.next_steps) if cause is not None else ("", [])
         is_suspected = any(one.level != "unknown" for one in self._incident.suspects[:1])
-        if is_suspected or any(step.startswith(_TOLD_ANYWAY[0]) for step in steps):
+        if is_suspected or any(step.startswith(_OWN_STEPS[0]) for step in steps):
             most -= 1
             yield Row("next", f'{_REPLAY} {self._where} --bisect --serve "COMMAND"{_COMMENT}finds the request', 1)
-        for step in [step for step in steps if not step.startswith(_TOLD_ANYWAY)][:most]:
+        for step in [step for step in steps if not step.startswith(_OWN_STEPS)][:most]:
             text = self._names.shorten(step)
             if self._first is not None:
                 text = text.replace("kill -CONT PID", f"kill -CONT {self._first.pid}")

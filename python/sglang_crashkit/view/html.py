@@ -41,7 +41,7 @@ _MAX_CALLS, _MAX_DEPTH, _THINNEST = 4000, 200, 0.12
 #: Most characters of a list of ranks, and most sets of ranks in the legend of a tree.
 _MAX_NAMES, _MAX_SETS = 60, 24
 #: What making a part of the page raises where the incident has a form that no kit version wrote.
-_ODD = (ArithmeticError, AttributeError, CrashkitError, LookupError, RecursionError, TypeError, ValueError)
+_MALFORMED = (ArithmeticError, AttributeError, CrashkitError, LookupError, RecursionError, TypeError, ValueError)
 #: The CSS class of events that report a failure, and of those of the crash handler's own work.
 _TONES = dict.fromkeys(
     ("process_exited", "exception", "watchdog_timeout", "no_progress", "peer_lost", "server_exited"), "bad"
@@ -120,7 +120,7 @@ def _part(make: Callable[[], Any]) -> Any:
     """Return the data of a part of the page, or else why it cannot be shown."""
     try:
         return make()
-    except _ODD as error:
+    except _MALFORMED as error:
         return {"problem": cut(f"{type(error).__name__}: {error}", 300)}
 
 

@@ -32,7 +32,7 @@ _LEVELS = {
 _RESTART = {"yes": "likely to help", "no": "does not help", "unknown": "may help or not"}
 _WIDTH, _LABEL = 118, 9
 #: Most server arguments that a report for an issue shows; the log has the others.
-_TOLD_ARGUMENTS = 40
+_MAX_ARGUMENTS = 40
 _MAX_FRAMES, _MAX_QUOTES, _MAX_PROCESSES = 12, 6, 16
 #: The kind of an incident made from plain evidence; its most events and processes, and characters of an event's text.
 KIND = "explained"
@@ -76,7 +76,7 @@ def report(verdict: Verdict, case: Case) -> Section:
     """Return the text of an upstream issue: verdict, release, arguments, lines of evidence, frames, next steps."""
     known = (("first", verdict.first), ("component", verdict.component), ("SGLang", case.release))
     told = [f"{name}={value!r}" for name, value in case.arguments.items() if value not in (None, False, "", "auto")]
-    arguments = textwrap.wrap(_plain(", ".join(told[:_TOLD_ARGUMENTS])), _WIDTH, break_on_hyphens=False)
+    arguments = textwrap.wrap(_plain(", ".join(told[:_MAX_ARGUMENTS])), _WIDTH, break_on_hyphens=False)
     seen = [one for one in case.processes.values() if one.raised or one.stacks][:_MAX_PROCESSES]
     parts = [
         Section("Arguments", code=arguments),

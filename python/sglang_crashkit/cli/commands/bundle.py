@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     incident = find_incident(args.incident, args.folder)
     document = incident.document or {}
     if args.no_prompts:
-        document = _without(document, sorted(set(_messages_in(document)), key=len, reverse=True))
+        document = _without_messages(document, sorted(set(_messages_in(document)), key=len, reverse=True))
     report = format_report(Incident.of(document), IncidentFiles(incident.path), messages=not args.no_prompts).replace(
         "\0", " "
     )
@@ -155,7 +155,7 @@ def _messages_in(value: Any) -> Iterator[str]:
         yield from _messages_in(one)
 
 
-def _quotes(step: str) -> bool:
+def _quotes_message(step: str) -> bool:
     """Say whether a next step quotes a message or a log."""
     from sglang_crashkit.judge.knowledge import load
 
@@ -164,12 +164,14 @@ def _quotes(step: str) -> bool:
     return "/issues?q=" in step or step.startswith(tuple(heads))
 
 
-def _without(value: Any, messages: list[str]) -> Any:
+def _without_messages(value: Any, messages: list[str]) -> Any:
     """Return a JSON value without the messages of exceptions, whole or cut off; the exceptions' classes stay."""
     if isinstance(value, dict):
-        return {name: _without(one, messages) for name, one in value.items()}
+        return {name: _without_messages(one, messages) for name, one in value.items()}
     if isinstance(value, list):
-        return [_without(one, messages) for one in value if not (isinstance(one, str) and _quotes(one))]
+        return [
+            _without_messages(one, messages) for one in value if not (isinstance(one, str) and _quotes_message(one))
+        ]
     for message in messages if isinstance(value, str) else ():
         kind, colon, words = message.partition(": ")
         value = value.replace(message, f"{kind}: {REDACTED}" if colon else REDACTED)

@@ -170,7 +170,7 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
             _require_one_server(find())
         _wait(wait_secs, _overview(find()))
     found = find()
-    for line in _passed_over(found):
+    for line in _skipped_lines(found):
         tell(line)
     if not found.processes:
         raise _nothing(args, found)
@@ -381,7 +381,7 @@ def _overview(found: Discovery) -> str:
     return f"{_counted(len(titles), 'process', 'processes')}: {', '.join(titles[:_MAX_TITLES]) or 'none yet'}"
 
 
-def _passed_over(found: Discovery) -> Iterator[str]:
+def _skipped_lines(found: Discovery) -> Iterator[str]:
     from sglang_crashkit.collect.collection import name_of
 
     for user, pids in found.others.items():

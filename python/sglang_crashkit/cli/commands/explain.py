@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Read the evidence, judge it and print the verdict."""
     if args.kind is not None:
-        return _class(args.kind)
+        return _print_class(args.kind)
     if not args.files:
         raise UsageError("there is no file to explain", next_step="sglang-crashkit explain FILE, or - for stdin")
     from sglang_crashkit.incident.store import incidents_below
@@ -153,7 +153,7 @@ def _path_of(name: str) -> Path:
     return path
 
 
-def _class(kind: str) -> ExitCode:
+def _print_class(kind: str) -> ExitCode:
     from sglang_crashkit.judge.knowledge import load
     from sglang_crashkit.view.verdict import class_lines, page_of_classes
 
