@@ -1,6 +1,6 @@
-"""What the benchmarks share: where the kit and its tests are, and what real servers do and leave.
+"""Code that the benchmarks share: paths of the kit and its tests, real servers, their incidents and their costs.
 
-To be imported first: it goes on in the environment of the tools, which has what the kit and its tests need.
+Import it first: it runs the benchmark again in the tools environment, which has what the kit and its tests need.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Value = TypeVar("_Value")
 #: The second of two tensor-parallel ranks.
 VICTIM = "sglang::scheduler_TP1"
 HANDLER = "sglang::crash_handler"
-#: A crash handler has ended so long after its server, in seconds.
+#: Seconds within which a crash handler ends after its server.
 CLEAN_S = 60.0
 
 
@@ -44,18 +44,18 @@ def incidents(folder: Path) -> list[dict[str, Any]]:
 
 
 def time_of(incident: dict[str, Any], event: str) -> float | None:
-    """Return when an event of an incident was, in seconds since the epoch; None if absent."""
+    """Return the time of an event of an incident, in seconds since the epoch; None if absent."""
     times = [entry["time"] for entry in incident["timeline"] if entry["event"] == event]
     return seconds_of(times[0]) if times else None
 
 
 def first_failure(incident: dict[str, Any]) -> dict[str, Any]:
-    """Return who failed first, by an incident; None where it names no process, or there is no incident."""
+    """Return the first failure that an incident names; empty where it names no process, or there is no incident."""
     return (incident.get("verdict") or {}).get("first_failure") or {}
 
 
 def wait_for(condition: Callable[[], _Value], secs: float) -> _Value:
-    """Return what `condition` answers once that is true, or at the end of so many seconds."""
+    """Return the value of `condition` once it is true, or after `secs` seconds."""
     end = time.monotonic() + secs
     while not (found := condition()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -69,7 +69,7 @@ def ask_later(server: Server, tokens: int, timeout_s: float) -> threading.Thread
 
 @contextlib.contextmanager
 def serving(lane: Lane, *options: str, **how: Any) -> Iterator[tuple[Server, Path]]:
-    """Have a server, and its crash folder, until the end of the block; see `Server.start`."""
+    """Yield a server and its crash folder, until the end of the block; see `Server.start`."""
     with scratch() as crash:
         arguments = ["--crash-dump-folder", str(crash), *options]
         with Server.start(lane, extra_args=arguments, **how) as server:
@@ -78,7 +78,7 @@ def serving(lane: Lane, *options: str, **how: Any) -> Iterator[tuple[Server, Pat
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Have an empty folder until the end of the block."""
+    """Yield an empty folder, and remove it at the end of the block."""
     folder = Path(tempfile.mkdtemp(prefix="crashkit-benchmark-"))
 
     def is_gone() -> bool:
@@ -88,25 +88,25 @@ def scratch() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # A crash handler outlives its server, and may write still.
+        # A crash handler outlives its server, and may still write.
         wait_for(is_gone, CLEAN_S)
 
 
 def status_of(missed: Sequence[str]) -> int:
-    """Return the exit status of a benchmark, and say on standard error which of its goals it missed."""
+    """Return the exit status of a benchmark, and print the goals that it missed on standard error."""
     if missed:
         print("; ".join(missed), file=sys.stderr)
     return int(bool(missed))
 
 
 def handlers_of(server: Server) -> list[int]:
-    """Return the pids of a server's crash handler; none of one as published."""
+    """Return the pids of a server's crash handler; empty for a server as published."""
     found = watchers_of(pid for pid, _title in server.processes())
     return [one.pid for one in found if title_of(one.pid) == HANDLER]
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """Return the CPU time of processes and of the children that they reaped so far, in seconds; one gone has none."""
+    """Return the CPU seconds of processes and of the children that they reaped; a process that is gone counts 0."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError):

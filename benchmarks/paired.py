@@ -1,4 +1,4 @@
-"""What benchmarks share that measure in pairs: their alternating order, and what to say of many of them."""
+"""Code for benchmarks that measure in pairs: the alternating order, and the statistics of many pairs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 _Value = TypeVar("_Value")
-#: Of the bootstrap.
+#: Number of draws of the bootstrap.
 _DRAWS = 4000
 
 
 def in_pairs(first: Callable[[], _Value], second: Callable[[], _Value], pairs: int) -> Iterator[tuple[_Value, _Value]]:
-    """Yield what both give, so many times; who is first alternates, so that what slows the machine meets both alike."""
+    """Yield the results of both, `pairs` times, in alternating order, so that what slows the machine slows both."""
     for number in range(pairs):
         if number % 2:
             yield first(), second()
@@ -24,10 +24,10 @@ def in_pairs(first: Callable[[], _Value], second: Callable[[], _Value], pairs: i
 
 
 def trimmed(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of the middle three fifths, and between what it lies with a probability of 95 %.
+    """Return the mean of the middle three fifths, and the ends of its 95 % confidence interval.
 
-    Of many short runs that is known better than the median. The error is Tukey and McLaughlin's: that of values of
-    which those left out have become the outermost that are left.
+    For many short runs this mean has a smaller error than the median. The error is Tukey and McLaughlin's: that of the
+    values after those left out are set to the outermost ones that stay.
     """
     ordered, out = sorted(values), len(values) // 5
     middle = ordered[out : len(ordered) - out]
@@ -37,11 +37,11 @@ def trimmed(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def interval(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-    """Return the geometric mean of ratios, and between what it lies with a probability of 95 %, by the bootstrap.
+    """Return the geometric mean of ratios, and the ends of its 95 % confidence interval, by the bootstrap.
 
     Args:
-        groups: the ratios of each start of the servers: two that stand side by side differ for as long as they live, so
-            that starts are drawn, and then pairs of each.
+        groups: the ratios of each start of the servers. Two servers side by side differ for as long as they live, so
+            the bootstrap draws starts, and then pairs of each start.
     """
     logarithms, choose = [[math.log(ratio) for ratio in group] for group in groups], random.Random(1)  # noqa: S311
 

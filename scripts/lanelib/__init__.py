@@ -1,7 +1,7 @@
 """Real SGLang environments and servers for the tests and the quickstart.
 
-Only the standard library is imported here: this package runs before any virtual environment exists. Whatever is missing
-or fails is a `LaneError`.
+Only the standard library is imported here: this package runs before any virtual environment exists. Anything that is
+missing or fails raises a `LaneError`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Run a command with a deadline in a clean environment, let one process at a time make a thing, and frame a script."""
+"""Run a command with a deadline in a clean environment, lock a file between processes, and run a script's `main`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lanelib.paths import ROOT
 
 #: How much of a failed command's output an error repeats.
 TAIL_LINES = 15
-#: Seconds that pytest has to stop its servers, and the status of what did not end.
+#: Seconds that pytest has to stop its servers, and the status that stands for a command that did not end.
 END_S, NO_END = 120, 124
 UNWANTED_VARIABLES = (
     # They would point a child python at other packages.
@@ -25,14 +25,14 @@ UNWANTED_VARIABLES = (
     # Without cached bytecode each of a server's processes compiles SGLang and torch anew: minutes.
     "PYTHONDONTWRITEBYTECODE",
 )
-#: uv has certificates of its own; a proxy's are in the system's store, as pip, git and curl have them.
+#: Have uv use the system's certificates, as pip, git and curl do, instead of its own: a proxy's are only there.
 UV_SETTINGS = {"UV_SYSTEM_CERTS": "true"}
 
 
 class LaneError(Exception):
-    """Something is missing or failed; the message names it in a sentence, `next_step` the command that helps.
+    """Something is missing or failed; the message is a sentence about it, `next_step` the command that helps.
 
-    A script ends with `exit_code`: 1 failed, 2 usage.
+    A script ends with `exit_code`: 1 for a failure, 2 for wrong usage.
     """
 
     def __init__(self, message: str, *, next_step: str | None = None, exit_code: int = 1) -> None:
@@ -47,7 +47,7 @@ class LaneError(Exception):
 
 def run_script(name: str, main: Callable[[], int]) -> int:
     """Run `main` and turn a `LaneError`, Ctrl-C or SIGTERM into one message and an exit status."""
-    # Or what was started, each in a session of its own, would be left behind.
+    # Without this, SIGTERM would leave the started servers behind: each has a session of its own.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return main()
@@ -70,9 +70,9 @@ def say(text: str) -> None:
 
 
 def clean_environment(*, without: Sequence[str] = (), kept: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment without what would mislead or slow a child python, and with what uv needs.
+    """Return the environment without variables that would mislead or slow a child python, and with those of uv.
 
-    What begins as one of `without` is left out too, but for what begins as one of `kept`.
+    Variables that begin with one of `without` are left out too, except those that begin with one of `kept`.
     """
     return UV_SETTINGS | {
         name: value
@@ -84,9 +84,9 @@ def clean_environment(*, without: Sequence[str] = (), kept: Sequence[str] = ()) 
 def run_command(
     argv: Sequence[object], *, timeout_s: float, env: Mapping[str, str] | None = None, quiet: bool = True
 ) -> str:
-    """Run `argv`, kill it with its children after `timeout_s` seconds, and return what it printed.
+    """Run `argv`, kill it with its children after `timeout_s` seconds, and return its output.
 
-    Where it is not `quiet`, a person sees its output on stderr.
+    Unless `quiet`, its output goes to stderr instead, and an empty text is returned.
     """
     words = [str(word) for word in argv]
     try:
@@ -119,8 +119,8 @@ def run_command(
 def run_in_terminal(argv: Sequence[object], *, timeout_s: float, env: Mapping[str, str]) -> int:
     """Run a check or pytest in the checkout with its output on this terminal, where Ctrl-C reaches it.
 
-    After `timeout_s` seconds it gets SIGINT, so that it can stop its servers, and `END_S` seconds later SIGKILL;
-    `NO_END` is returned in place of its exit status.
+    After `timeout_s` seconds the process gets SIGINT, so that it can stop its servers, and SIGKILL `END_S` seconds
+    later; `NO_END` is then returned in place of its exit status.
     """
     process = subprocess.Popen([str(word) for word in argv], cwd=ROOT, env=dict(env))
     try:
@@ -138,7 +138,7 @@ def run_in_terminal(argv: Sequence[object], *, timeout_s: float, env: Mapping[st
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`; the kernel lets go of it when the holder dies."""
+    """Hold an exclusive lock on the file `path`; the kernel releases it when the holder dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         try:

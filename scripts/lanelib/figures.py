@@ -1,4 +1,4 @@
-"""The figures of the benchmarks: run one, keep what it printed, and write the documents that quote them."""
+"""The figures of the benchmarks: run a benchmark, keep its output, and write the documents that quote it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lanelib.paths import ROOT, write_whole
 
 FOLDER = ROOT / "benchmarks"
 DATA, PAGE, README = ROOT / "docs" / "benchmarks.json", ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
-#: Between these lines the README has the table that is made of the figures.
+#: The lines of README.md between which its table of figures is written.
 BEGIN, END = "<!-- costs: made by scripts/bench -->", "<!-- end of costs -->"
-#: So many times as long as expected is the end of a benchmark, which has seconds then to end its servers.
+#: A benchmark is ended after this many times its expected time; then it has `END_S` seconds to end its servers.
 PATIENCE = 6
 END_S = 150
 
@@ -34,16 +34,16 @@ class Benchmark:
     """A program of `benchmarks/`."""
 
     name: str  # its file
-    whole: tuple[str, float] | None  # its arguments and minutes in a whole run; None where only its name has it run
-    quick: tuple[str, float] | None = None  # the same of a quick run
-    alone: tuple[str, float] | None = None  # the same where it is named; None where that is as in a whole run
+    whole: tuple[str, float] | None  # its arguments and minutes in a whole run; None if it runs only when named
+    quick: tuple[str, float] | None = None  # its arguments and minutes in a quick run; None if it does not run then
+    alone: tuple[str, float] | None = None  # its arguments and minutes when named; None if they are those of `whole`
 
     def arguments(self, form: Form) -> list[str]:
-        """Return its arguments."""
+        """Return its arguments in a run of this form."""
         return self._of(form)[0].split()
 
     def minutes(self, form: Form) -> float:
-        """Return about how long it takes."""
+        """Return the expected minutes."""
         return self._of(form)[1]
 
     def _of(self, form: Form) -> tuple[str, float]:
@@ -52,12 +52,12 @@ class Benchmark:
 
     @property
     def about(self) -> str:
-        """What it measures, by the first line of its docstring."""
+        """The first line of its docstring, which says what it measures."""
         text = ast.get_docstring(ast.parse((FOLDER / self.name).read_text())) or self.name
         return text.splitlines()[0]
 
 
-#: Those that a server costs time come last: an interrupted run has the others.
+#: Benchmarks that start servers come last: an interrupted run then has the figures of the others.
 BENCHMARKS = (
     Benchmark("beat", ("", 0.5), ("", 0.5)),
     Benchmark("steps", ("--pairs 3000", 8), ("", 0.5)),
@@ -76,17 +76,17 @@ BENCHMARKS = (
     Benchmark("journal", ("", 1), ("", 1)),
     Benchmark("soak", ("--minutes 5", 8), None),
     Benchmark("releases", ("--known", 0.1), ("--known", 0.1), alone=("", 180)),
-    # By its name alone: half an hour and more.
+    # It takes half an hour or more, so it runs only when it is named.
     Benchmark("causes", None, alone=("", 40)),
 )
 
 
 class Table:
-    """What a benchmark prints, row by row: text in columns, or one JSON object a row.
+    """Prints the rows of a benchmark: as text in columns, or as one JSON object per row.
 
     Args:
-        widths: of the columns, by name; the first is set on the left.
-        as_json: print objects.
+        widths: name of a column → its width; the first column is aligned to the left, the others to the right.
+        as_json: print JSON objects.
     """
 
     def __init__(self, widths: Mapping[str, int], *, as_json: bool) -> None:
@@ -102,7 +102,7 @@ class Table:
             self._print(cells)
 
     def note(self, text: str) -> None:
-        """Print a line below."""
+        """Print a line of text below the rows."""
         print(json.dumps({"note": text}) if self._as_json else text, flush=True)
 
     def _print(self, cells: Sequence[str]) -> None:
@@ -122,27 +122,27 @@ def benchmark_parser(text: str | None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Run:
-    """What one benchmark printed."""
+    """One run of a benchmark."""
 
-    name: str  # which
-    command: str  # as it was called from the checkout
+    name: str  # name of the benchmark
+    command: str  # the command line, from the checkout
     lines: tuple[str, ...]  # its output
     seconds: float  # how long it took
     status: int  # its exit status; 1 where it missed a goal of its own
-    date: str  # of its end, UTC
-    why: str = ""  # what it said on standard error where it missed its goal, or how it failed
+    date: str  # date and time of its end, UTC
+    why: str = ""  # the last line of its standard error where it missed its goal, or how it failed
 
 
 def measure(benchmark: Benchmark, kept: Path, *, form: Form, env: Mapping[str, str]) -> Run:
-    """Run a benchmark, or return what was kept of it.
+    """Run a benchmark, or return the run that was kept of it.
 
-    One that did not end in many times its time, or printed nothing, is not kept; `Run.why` says so.
+    A run that did not end in time (see `PATIENCE`), or printed nothing, is not kept; `Run.why` says so.
 
     Args:
-        benchmark: which.
-        kept: the file that has it once it has ended.
-        form: with which arguments.
-        env: its environment.
+        benchmark: the benchmark.
+        kept: the file that keeps the run once it has ended.
+        form: selects the arguments.
+        env: the environment of the benchmark.
     """
     if kept.is_file():
         document = json.loads(kept.read_text())
@@ -178,7 +178,7 @@ def measure(benchmark: Benchmark, kept: Path, *, form: Form, env: Mapping[str, s
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """End a benchmark, which ends what it has started, and return what it printed."""
+    """End a benchmark, which ends the processes that it started, and return its output and errors."""
     process.terminate()
     try:
         return process.communicate(timeout=END_S)
@@ -188,13 +188,13 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def machine() -> str:
-    """Say what the figures were measured on."""
+    """Describe the machine that the figures are measured on."""
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{os.cpu_count()} cores, {gigabytes:.0f} GB, {platform.machine()}, Linux {platform.release().split('-')[0]}"
 
 
 def write_documents(runs: Sequence[Run], where: str, load: float) -> None:
-    """Write the figures as data and as a page, and the README's table; what was not run keeps its figures of before."""
+    """Write the figures as data and as a page, and README's table; a benchmark without a run keeps its old figures."""
     document = json.loads(DATA.read_text()) if DATA.is_file() else {"benchmarks": {}}
     known: dict[str, Any] = document["benchmarks"]
     for run in runs:
@@ -228,7 +228,7 @@ Made by `scripts/bench`: each benchmark runs the kit and SGLang as published in 
 says what its columns mean. Seconds of a machine with two cores are not those of yours; the ratios are what to look at.
 The load is that of the last 15 minutes: beside other work all seconds are longer."""
 
-#: What it costs, the benchmark that says so, the row by its beginning, and the column.
+#: A row of README's table each: what costs, and where its figure is: the benchmark, a row by its beginning, a column.
 COSTS = (
     ("the crash handler: memory", "idle_handler", "sglang::crash_handler", 0),
     ("the crash handler: of one core, while nothing happens", "idle_handler", "sglang::crash_handler", 1),
@@ -243,7 +243,7 @@ COSTS = (
 
 
 def costs(document: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the README's table, of what is known."""
+    """Yield the lines of README's table, without the figures that are not known."""
     yield "| what it costs | measured | by |"
     yield "| --- | --- | --- |"
     for what, name, beginning, column in COSTS:
@@ -254,7 +254,7 @@ def costs(document: Mapping[str, Any]) -> Iterable[str]:
 
 
 def figure(lines: Iterable[str], beginning: str, column: int) -> str | None:
-    """Return one cell of a benchmark's table: two spaces part columns, and the row's beginning may take several."""
+    """Return one cell of a benchmark's table, whose columns two spaces separate; `beginning` may span several."""
     for line in lines:
         cells = [cell for cell in line.replace(", more ", "  ").strip().split("  ") if cell.strip()]
         cells = [cell.strip() for cell in cells]
@@ -265,7 +265,7 @@ def figure(lines: Iterable[str], beginning: str, column: int) -> str | None:
 
 
 def with_costs(text: str, document: Mapping[str, Any]) -> str:
-    """Return the README with its table made anew."""
+    """Return the text of README.md with a new table."""
     head, _, rest = text.partition(BEGIN)
     _old, _, tail = rest.partition(END)
     return "\n".join([f"{head}{BEGIN}", *costs(document), f"{END}{tail}"])

@@ -1,10 +1,10 @@
 """Make, or find, the virtual environment of one SGLang release.
 
-A lane is made in steps: versions, model, kit. Each leaves a stamp of what it was made from, so that
-a change redoes what it must, an interrupted step is redone, and with no change nothing is run.
+A lane is made in steps: versions, collector, model, kit. Each step leaves a stamp of its inputs, so that
+only a step whose inputs changed, or that was interrupted, runs again.
 
-The versions are those of its lock, or resolved as on the release's own day. SGLang's compiled kernels link against
-``libcuda.so.1`` even when they serve on a CPU; a machine without the driver gets a stand-in for it.
+The versions are those of the lane's lock, or resolved as on the day of the release. SGLang's compiled kernels link
+against ``libcuda.so.1`` even when they serve on a CPU; a machine without the driver gets a stub of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lanelib.paths import KIT_VERSION_FILE, LANES, PATCHES, PYPROJECT, RECIPES, 
 from lanelib.tools import tool
 
 MODEL_WRITER = Path(model.__file__)
-#: The model of SGLang's that serves; the tiny model is one of its kind.
+#: SGLang's model class that serves the tiny model.
 ARCHITECTURE = "llama"
 MODELS = "lib/python3*/site-packages/sglang/srt/models/[a-z]*.py"
 #: Seconds for a cold download of a release.
@@ -36,15 +36,15 @@ INSTALL_TIMEOUT_S = 3600
 #: An SGLang release with torch and CUDA's libraries, unpacked.
 LANE_BYTES = 10 * 10**9
 STAMPS = "crashkit-lane.json"
-#: Each process of a server makes millions of objects as it imports, and none is garbage: a sixth of a start's CPU time
-#: went into looking for some.
+#: Collect garbage seldom: a server's process makes millions of objects as it imports, of which none is garbage, and
+#: the search for garbage takes a sixth of the CPU time of its start.
 SELDOM_COLLECTED = "import gc; gc.set_threshold(100_000, 20, 20)\n"
 RELEASE = re.compile(r"\d+\.\d+\.\d+(\.post\d+|rc\d+)?")
 #: The locks were resolved for this python.
 LANE_PYTHON = "3.11"
 #: What prefill/decode disaggregation and Ray need beside SGLang.
 EXTRAS = ("mooncake-transfer-engine-non-cuda", "ray", "sglang-router")
-#: Packages of the same release go up within this time of each other.
+#: Packages of the same release are uploaded within this time of each other.
 SETTLING = timedelta(days=1)
 HEADER = """\
 # SGLang {release} on a CPU: every version of its lane, for Python {python} on Linux x86_64.
@@ -72,17 +72,17 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """What tells it from every other lane."""
+        """The name of the lane, which no other lane has."""
         return f"{self.release}-pristine" if self.pristine else self.release
 
     @property
     def python(self) -> Path:
-        """Its python."""
+        """The lane's python."""
         return self.root / "bin" / "python"
 
     @property
     def model_dir(self) -> Path:
-        """The tiny model, written with its own transformers."""
+        """The folder of the tiny model, which the lane's own transformers wrote."""
         return self.root / "tiny-model"
 
     def knows_option(self, option: str) -> bool:
@@ -91,26 +91,26 @@ class Lane:
         return self._source_says(f"{field}:", "server_args.py", "arg_groups/**/*.py")
 
     def binds_replicas_alike(self) -> bool:
-        """Say whether a core is named once for all data-parallel replicas of a rank, not for each."""
+        """Say whether ``SGLANG_CPU_OMP_THREADS_BIND`` names the cores of `tp` ranks, also with several replicas."""
         complaint = "SGLANG_CPU_OMP_THREADS_BIND setting must be aligned with TP size"
         return self._source_says(complaint, "model_executor/model_runner.py", "utils/numa_utils.py")
 
     def _source_says(self, text: str, *patterns: str) -> bool:
-        """Say whether `text` is in SGLang's source; importing it to ask takes seconds."""
+        """Say whether `text` is in SGLang's source, without importing SGLang, which takes seconds."""
         (srt,) = self.root.glob("lib/python3*/site-packages/sglang/srt")
         return any(text in path.read_text() for pattern in patterns for path in srt.glob(pattern))
 
     def serve_env(self) -> dict[str, str]:
-        """Return the environment in which its python serves on a CPU, without network."""
+        """Return the environment in which the lane's python serves on a CPU, without network."""
         env = clean_environment()
         env |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
-            # To compile takes a fifth of a start's CPU time, and leaves hundreds of megabytes in the temporary folder.
+            # Compiling takes a fifth of a start's CPU time, and leaves hundreds of megabytes in the temporary folder.
             "TORCHDYNAMO_DISABLE": "1",
-            # Each scheduler imports all models of SGLang's, which takes a quarter of its start's CPU time.
+            # Otherwise each scheduler imports all models of SGLang, which takes a quarter of its start's CPU time.
             "SGLANG_DISABLED_MODEL_ARCHS": ",".join(self._other_models()),
             # A server and its router talk to each other on this machine only.
             **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
@@ -124,19 +124,19 @@ class Lane:
         return sorted({path.stem for path in self.root.glob(MODELS)} - {ARCHITECTURE})
 
     def write_model(self) -> None:
-        """Write the tiny model with its own transformers."""
+        """Write the tiny model with the lane's own transformers."""
         say(f"{self.root.name}: writing the tiny model")
         shutil.rmtree(self.model_dir, ignore_errors=True)
         # -P: the modules beside the writer must not shadow those of the lane.
         run_command([self.python, "-P", MODEL_WRITER, self.model_dir], timeout_s=300, env=self.serve_env())
 
     def patch(self) -> None:
-        """Let the kit patch its SGLang."""
+        """Let the kit patch the lane's SGLang."""
         say(f"{self.root.name}: patching SGLang")
         run_command([self.python, "-m", "sglang_crashkit", "apply"], timeout_s=300, env=self.serve_env())
 
     def make(self) -> None:
-        """Bring its folder up to date, step by step."""
+        """Bring the lane's folder up to date, step by step."""
         lock = versions_of(self.release)
         self._step("versions", lambda: hash_files([lock], relative_to=lock.parent), lambda: self._install(lock))
         self._step("collector", lambda: SELDOM_COLLECTED, self._write_collector)
@@ -146,7 +146,7 @@ class Lane:
 
     def _kit_stamp(self) -> str:
         patches = [path for path in PATCHES.rglob("*") if path.is_file()]
-        # The kit's own account of what it patched: somebody may have reverted it by hand.
+        # The kit's manifest of what it patched is part of the stamp: somebody may have reverted the lane by hand.
         state = self.root.glob("lib/python3*/site-packages/sglang-*.dist-info/sglang-crashkit.json")
         return hash_files([*patches, KIT_VERSION_FILE, PYPROJECT, *state])
 
@@ -185,7 +185,7 @@ class Lane:
 
 
 def ensure_lane(release: str, pristine: bool = False) -> Lane:
-    """Make, or find, the lane of `release`, such as ``0.5.23``; pristine without the kit."""
+    """Make, or find, the lane of `release`, such as ``0.5.23``; with `pristine` without the kit."""
     check_release(release)
     supported = json.loads((PATCHES / "releases.lock.json").read_text())["releases"]
     if not pristine and release not in supported:
@@ -207,12 +207,12 @@ def _read_stamps(path: Path) -> dict[str, str]:
 
 
 def lock_path(release: str) -> Path:
-    """Return where the locked versions of `release` are kept, whether or not they are."""
+    """Return the path of the lock of `release`, which need not exist."""
     return RECIPES / f"{release}.lock"
 
 
 def check_release(release: str) -> None:
-    """Check that `release` is written like one."""
+    """Check that `release` looks like a release of SGLang; raises LaneError."""
     if not RELEASE.fullmatch(release):
         step = f"name one of: {', '.join(locked_releases())}"
         raise LaneError(f"{release!r} is not an SGLang release such as 0.5.23", next_step=step, exit_code=2)
@@ -220,7 +220,7 @@ def check_release(release: str) -> None:
 
 @contextmanager
 def copied(lane: Lane) -> Iterator[Lane]:
-    """Yield a copy of a lane, by hard links: what is installed or patched there is written anew."""
+    """Yield a copy of a lane, by hard links: installing and patching replace a file, and never write in place."""
     with tempfile.TemporaryDirectory(prefix="copy-", dir=LANES) as temporary:
         copy = Path(temporary) / "lane"
         shutil.copytree(lane.root, copy, symlinks=True, copy_function=os.link)
@@ -256,9 +256,9 @@ def write_lock(release: str) -> Path:
 
 
 def resolve(release: str) -> str:
-    """Return the text of a lock: what `release` depended on when it was published.
+    """Return the text of a lock: the versions that `release` depended on when it was published.
 
-    Later versions of its dependencies break old releases.
+    Later versions of its dependencies break an old release.
     """
     compile_ = [tool("uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--prerelease=allow"]
     compile_ += ["--python-version", LANE_PYTHON]
@@ -274,12 +274,12 @@ def resolve(release: str) -> str:
             f"SGLang {release} cannot be found or reached on the package registry: {error.message}",
             next_step="check the release's name and the network, and repeat",
         ) from error
-    # When the registry received it, where it says so.
+    # The time of upload, where the registry has it.
     entry = facts.partition('name = "sglang"')[2].partition("[[packages]]")[0]
     if match := re.search(r"upload-time = (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", entry):
         date = datetime.fromisoformat(match.group(1)).replace(tzinfo=timezone.utc) + SETTLING
         compile_ += ["--exclude-newer", date.strftime("%Y-%m-%dT%H:%M:%SZ")]
-    # The kit's own dependencies are part of the lane: the kit is installed without any.
+    # The kit's own dependencies are part of the lock: the kit itself is installed without dependencies.
     versions = run_command([*compile_, wanted, PYPROJECT], timeout_s=600)
     return HEADER.format(release=release, python=LANE_PYTHON) + versions
 
@@ -290,7 +290,7 @@ def has_driver() -> bool:
         library = ctypes.CDLL(SONAME)
     except OSError:
         return False
-    # A lane's own LD_LIBRARY_PATH may be set around this process.
+    # The library may be the stub: this process may run with a lane's LD_LIBRARY_PATH.
     return not hasattr(library, MARKER)
 
 

@@ -1,6 +1,6 @@
 """The tiny model that the lanes serve: the same bytes on every machine, random weights.
 
-Run by a lane's own python, because a release cannot read a tokenizer that a later transformers
+A lane's own python runs this file, because a release cannot read a tokenizer that a later transformers
 wrote: ``LANE_PYTHON model.py FOLDER``.
 """
 
@@ -33,7 +33,7 @@ def vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def write_model(folder: Path) -> None:
-    """Write the configuration and the tokenizer into `folder`; servers make up the weights."""
+    """Write the configuration and the tokenizer into `folder`; servers generate random weights."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The page of the commands and their options, made of the parsers that ``--help`` is made of."""
+"""The page of the commands and their options, made from the parsers of ``--help``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _rows(parser: argparse.ArgumentParser) -> Iterable[str]:
 
 
 def _names(action: argparse.Action) -> Iterable[str]:
-    # A short name says no more than the long one beside it.
+    # A positional argument has no option strings: use its metavar or name.
     return action.option_strings or [str(action.metavar or action.dest)]
 
 

@@ -1,4 +1,4 @@
-"""Where the lanes lie in a checkout."""
+"""Paths of the lanes, and of their sources, in a checkout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Everything that is made here and can be deleted at any time; ignored by git.
+#: Folder for everything that the scripts make, which can be deleted at any time; ignored by git.
 LANES = ROOT / ".lanes"
 #: Locked versions and the stub's source; tracked by git.
 RECIPES = ROOT / "test" / "lanes"
@@ -27,7 +27,7 @@ def hash_files(files: Iterable[Path], *, relative_to: Path = ROOT) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is never seen half-written."""
+    """Write a file in one step, so that no reader ever sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(text)

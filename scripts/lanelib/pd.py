@@ -14,12 +14,12 @@ from lanelib.servers import GRACE_S, ManagedProcess, Server, free_port
 #: Shared libraries of the KV transfer engine, and the Debian package of each.
 PD_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1"}
 PD_LIBRARIES |= {"libnuma.so.1": "libnuma1", "liburing.so.2": "liburing2"}
-#: The last is loaded by libibverbs at run time, so that no soname shows whether it is there.
+#: libibverbs loads the last one at run time, so no soname shows whether it is installed.
 PD_PACKAGES = [*PD_LIBRARIES.values(), "ibverbs-providers"]
 TRANSFER_ENV = {
     # There is no RDMA device; the KV cache travels over TCP.
     "MC_FORCE_TCP": "1",
-    # With one context-parallel rank it changes only this: later releases then do not stage what they
+    # With one context-parallel rank, the only effect is that later releases do not stage the data that they
     # send in memory that a CUDA driver has pinned.
     "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1",
 }
@@ -48,7 +48,7 @@ def require_libraries() -> None:
 
 
 class PDServers(ManagedProcess):
-    """The router, with the prefill and the decode server behind it: the interface of one server."""
+    """The router, with the prefill and the decode server behind it, used like one server."""
 
     prefill: Server
     decode: Server
@@ -64,9 +64,9 @@ class PDServers(ManagedProcess):
         env: Mapping[str, str] | None = None,
         port: int | None = None,
     ) -> PDServers:
-        """Start all three; `wait_ready` tells when they serve. On a GPU, prefill and decode share the first one.
+        """Start all three; `wait_ready` waits until they serve. On a GPU machine, prefill and decode share one GPU.
 
-        `extra_args` and `env` are of prefill and decode.
+        `extra_args` and `env` are for prefill and decode.
         """
         require_libraries()
         bootstrap = str(free_port())
@@ -101,7 +101,7 @@ class PDServers(ManagedProcess):
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End every process of all three, and wait until they are gone."""
         with ExitStack() as stack:
-            # Each is ended also where another cannot be.
+            # The stack ends each of the three even where ending another one fails.
             stack.callback(super().stop, grace_s)
             for member in (self.decode, self.prefill):
                 stack.callback(member.stop, grace_s)

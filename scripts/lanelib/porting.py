@@ -1,4 +1,4 @@
-"""Work on the patches: their one spelling, the lock, and what a release needs that some of them do not fit."""
+"""Work on the patches: their canonical form, the lock, and drafts of the patches that do not fit a release."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_package_file(wheel: zipfile.ZipFile, path: str) -> bytes | None:
 
 
 def render_patch(patch: Patch) -> bytes:
-    """Return the one spelling of `patch`, which carries no date, no author and no signature."""
+    """Return the canonical form of `patch`, which has no date, author or signature."""
     parts = [_head(patch)]
     shift = 1 if patch.creates else 0
     for hunk in patch.hunks:
@@ -51,7 +51,7 @@ def render_patch(patch: Patch) -> bytes:
 
 
 def read_draft(ref: PatchRef) -> Patch:
-    """Read a patch whose hunk headers have no numbers (a lone ``@@``) or wrong ones, as a hand leaves them."""
+    """Read a patch that was edited by hand: its hunk headers may have no numbers (a lone ``@@``) or wrong ones."""
     text = ref.read_text()
     names, *bodies = re.split(r"^@@.*\n", text, flags=re.MULTILINE)
     parts = [names]
@@ -70,7 +70,7 @@ def read_draft(ref: PatchRef) -> Patch:
 
 
 def normalise_patches(tree: PatchTree, wheels: Mapping[str, Path]) -> list[str]:
-    """Rewrite each patch in its one spelling, with its own baseline's line numbers; return the names of those changed.
+    """Rewrite each patch in its canonical form, with its baseline's line numbers; return the names of those changed.
 
     A patch whose baseline is not among `wheels` stays as it is.
     """
@@ -113,10 +113,10 @@ def generate_lock(tree: PatchTree, wheels: Mapping[str, Path]) -> Lock:
 
 
 def write_drafts(tree: PatchTree, release: str, wheel: Path) -> dict[PatchRef, tuple[HunkConflictError, Path]]:
-    """Write a draft of each patch that `release` would get and that does not fit `wheel`, into a baseline of its own.
+    """Write a draft of each patch that `release` would get and that does not fit `wheel`, to the baseline `release`.
 
     Returns:
-        Of each such patch why it does not fit, and its draft.
+        Patch that does not fit → why, and the path of its draft.
     """
     written: dict[PatchRef, tuple[HunkConflictError, Path]] = {}
     with zipfile.ZipFile(wheel) as archive:
@@ -152,7 +152,7 @@ def _relocate(patch: Patch, pristine: bytes | None) -> Patch:
 
 
 def _draft(patch: Patch, error: HunkConflictError, pristine: bytes | None) -> bytes:
-    """Return the patch with a note at each hunk that fails; the notes keep it from being read."""
+    """Return the patch with a note at each hunk that fails; a patch with such notes cannot be parsed."""
     lines = split_lines(pristine or b"")
     parts = [_head(patch)]
     for number, hunk in enumerate(patch.hunks, start=1):

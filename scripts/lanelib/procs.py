@@ -1,6 +1,6 @@
 """Find a server's processes in ``/proc`` and end them, and only them.
 
-A process is told by its pid and its start time, so that a pid used again is never hit.
+A process is identified by its pid and its start time, so that no other process with a reused pid is ever signalled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Process:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What names it for as long as the machine is up."""
+        """Identifies the process until the machine is restarted."""
         return self.pid, self.started
 
 
@@ -52,9 +52,9 @@ def all_processes() -> list[Process]:
 
 
 def tree_of(root: int) -> list[Process]:
-    """Return the living processes below and with `root`, and those of its session.
+    """Return the living processes in the tree of `root`, with `root` itself, and in its session.
 
-    The session finds children whose parent died before they did.
+    Children whose parent has died are found by their session.
     """
     everything = all_processes()
     pids = {process.pid for process in everything if root in (process.pid, process.session)}
@@ -73,7 +73,7 @@ def title_of(pid: int) -> str:
 
 
 def watchers_of(pids: Iterable[int]) -> list[Process]:
-    """Return the processes that hold a pidfd of one of `pids`, other than these themselves."""
+    """Return the processes, other than `pids`, that hold a pidfd of one of `pids`."""
     watched = set(pids)
     return [p for p in all_processes() if p.pid not in watched and watched & _watched_by(p.pid)]
 

@@ -1,16 +1,16 @@
-"""How well `explain` answers a folder of cases: plain evidence, each with what an expert would say of it.
+"""Score the answers of `explain` to a folder of cases: plain evidence with the answer of an expert.
 
 A case is a folder with ``expected.json`` beside the evidence:
 
-- ``class``, ``first``, ``component``: the answer; ``accept``, ``first_accept``, ``component_accept``: others that are
-  right too. None stands for no process, or for no part.
-- ``next_must_mention``: of each inner list, one word must be in the headline, the cause or the next steps.
-- ``must_not_say``: words that none of these may say, but to deny them.
+- ``class``, ``first``, ``component``: the answer; ``accept``, ``first_accept``, ``component_accept``: other right
+  answers. None stands for no process, or for no component.
+- ``next_must_mention``: a word of each inner list must be in the headline, the cause or the next steps.
+- ``must_not_say``: words that must not be in these, unless the sentence denies them.
 - ``level_max``: the highest level that the evidence allows.
 
-An answer is *right* with class, first, component and every mention; *useful* where all but the class, or all but first
-and component, are; *vague* where it says no more than that something failed; else *wrong*. A failure where nothing has
-failed is a *false alarm*; *established* with another class or first is *wrong, established*.
+An answer is *right* with class, first, component and every mention; *useful* where only the class, or only first and
+component, differ; *vague* where its class says only that something failed, or only its class is right; else *wrong*. A
+failure where nothing failed is a *false alarm*; *established* with a wrong class or first is *wrong, established*.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _VAGUE = {
     "hang",
 }
 _DENIALS = {"no", "not", "never", "without", "neither", "isn", "wasn", "nothing", "than", "instead"}
-#: What an operator reads of an answer: steps, characters of a step, characters of headline and cause.
+#: How much of an answer an operator reads: steps, characters of a step, characters of headline and cause.
 _STEPS, _STEP, _LINE = 8, 240, 300
-#: Files shorter than this keep their head and their form: a pasted line has neither.
+#: Files with fewer lines than this are not changed: pasted lines have no head and no prefix.
 _LONG = 40
 
 
@@ -45,10 +45,10 @@ class Row:
 
     case: str
     result: str  # one of RESULTS
-    short: list[str]  # what the answer lacks or says too much
+    short: list[str]  # what the answer lacks, or should not say
     kind: str  # the class that was answered
-    restart: bool  # whether the word on a restart is right
-    known: bool  # whether its own issue is named
+    restart: bool  # whether the statement about a restart is right
+    known: bool  # whether the issue that the case comes from is named
 
 
 def _plain(text: object) -> str:
@@ -66,7 +66,7 @@ def _says(text: str, word: str) -> bool:
 
 
 def _claims(text: str, word: str) -> bool:
-    """Say whether a text says the word where its own sentence does not deny it."""
+    """Say whether a text has the word in a sentence that does not deny it."""
     for sentence in re.split(r"(?<=[.;!?])\s|\n", text):
         if _says(sentence, word):
             before, _, after = _plain(sentence).partition(_plain(word))
@@ -83,7 +83,7 @@ def _is_named(expected: str | None, answer: str | None) -> bool:
 
 
 def score(case: str, wanted: dict[str, Any], verdict: dict[str, Any]) -> Row:
-    """Hold one answer against what an expert says."""
+    """Compare an answer with the expert's."""
     kind, level = str(verdict.get("class") or "unknown"), str(verdict.get("level") or "unknown")
     steps = [str(step)[:_STEP] for step in verdict.get("next") or []][:_STEPS]
     said = "\n".join([str(verdict.get("headline"))[:_LINE], str(verdict.get("cause"))[:_LINE], *steps])
@@ -127,17 +127,17 @@ def score(case: str, wanted: dict[str, Any], verdict: dict[str, Any]) -> Row:
 
 
 def cut_head(lines: list[str]) -> list[str]:
-    """Return lines without the first fifth, as a log that was rotated."""
+    """Return the lines without the first fifth, as in a rotated log."""
     return lines[len(lines) // 5 :]
 
 
 def colours(lines: list[str]) -> list[str]:
-    """Return lines of which each third is coloured, as docker compose prints them."""
+    """Return the lines with every third one coloured, as docker compose prints them."""
     return [f"\x1b[33m{line}\x1b[0m" if place % 3 == 0 and line else line for place, line in enumerate(lines)]
 
 
 def prefix(lines: list[str]) -> list[str]:
-    """Return lines behind a time, as ``kubectl logs --timestamps`` has them."""
+    """Return the lines with a time before each, as ``kubectl logs --timestamps`` prints them."""
     return [
         f"2026-10-05T08:{place // 60 % 60:02d}:{place % 60:02d}.000000000Z {line}" for place, line in enumerate(lines)
     ]
@@ -147,12 +147,12 @@ CHANGES: dict[str, Callable[[list[str]], list[str]]] = {"cut-head": cut_head, "c
 
 
 def score_folder(folder: Path, changes: Iterable[str] = (), every: int = 1) -> list[Row]:
-    """Explain every case below a folder, its files under names that say nothing.
+    """Explain and score every case below a folder, its files under names that give nothing away.
 
     Args:
-        folder: of cases.
-        changes: names of `CHANGES`, done to the evidence first.
-        every: how many cases there are to one that is taken.
+        folder: the folder of cases.
+        changes: names in `CHANGES` of changes to the evidence before it is explained.
+        every: take only one in this many cases.
     """
     import msgspec
 
@@ -183,7 +183,7 @@ def _change(file: Path, change: Callable[[list[str]], list[str]]) -> None:
 
 
 def summary(rows: list[Row]) -> str:
-    """Return the sums in a line."""
+    """Return the totals as one line."""
     counts = Counter(row.result for row in rows)
     results = ", ".join(f"{result} {counts[result]}" for result in RESULTS)
     share = counts["right"] / max(1, len(rows))

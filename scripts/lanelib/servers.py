@@ -1,4 +1,4 @@
-"""Start real SGLang servers on a lane's tiny model, ask them, and end them without a trace.
+"""Start real SGLang servers on a lane's tiny model, send them requests, and end them with all their processes.
 
 ::
 
@@ -31,27 +31,27 @@ from lanelib.lanes import Lane
 from lanelib.paths import LANES
 from lanelib.procs import Process, alive, send, title_of, tree_of, wait_gone, watchers_of
 
-#: SGLang itself gives its health check 20 s; one that is given up earlier goes on in the server.
+#: SGLang's own timeout of a health check is 20 s; the server would go on with a check that is given up earlier.
 HEALTH_TIMEOUT_S = 25.0
-#: A busy machine imports for minutes before a server answers.
+#: On a busy machine the imports take minutes before a server answers.
 READY_TIMEOUT_S = 600.0
-#: Seconds between SIGTERM and SIGKILL; an idle server of today takes up to 11.
+#: Seconds between SIGTERM and SIGKILL; an idle server takes up to 11 s to end.
 GRACE_S = 20.0
 #: Seconds that the kit's handler is given to finish an incident once its server is gone.
 HANDLER_GRACE_S = 60.0
 POLL_S = 0.2
 TAIL_LINES = 30
 _Self = TypeVar("_Self", bound="ManagedProcess")
-#: A socket in the abstract namespace for each port that this process gave away; the kernel removes it with the process.
+#: A socket in the abstract namespace for each port that `free_port` returned; it is gone when this process ends.
 _holders: list[socket.socket] = []
-#: A server on this machine is not behind the proxy that the environment may name.
+#: Without the proxy that the environment may name: the servers are on this machine.
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-#: A library that cannot be loaded turns pynccl off, and gloo carries the collectives.
+#: A library that cannot be loaded turns pynccl off, so that gloo runs the collectives.
 NO_NCCL = "/nonexistent.so"
-#: A folder has such a name below a crash folder only when its incident is whole.
+#: Folders of finished incidents, below a crash folder.
 INCIDENTS = "*/incidents/[0-9]*"
 INCIDENT_TIMEOUT_S = 60.0
-#: Where a server on a GPU keeps what it compiles, below its lane.
+#: Variables for the caches of code that a server on a GPU compiles, which are kept in its lane.
 CACHES = ("TRITON_CACHE_DIR", "TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH")
 
 
@@ -68,13 +68,13 @@ class ManagedProcess:
         port: int,
         log_path: Path | None = None,
     ) -> None:
-        self.name = name  # what messages call it
+        self.name = name  # the name in messages
         self.port = port
         self.url = f"http://{host}:{port}"
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.urandom(2).hex()}.log"
         self.log_path = log_path or LANES / "logs" / unique
         self.ready_s: float | None = None  # seconds from its start to its first answer
-        #: The servers that it stands for, each in a session of its own.
+        #: The servers that this object stands for, each in a session of its own.
         self.members: tuple[ManagedProcess, ...] = (self,)
         self._started = time.monotonic()
         self._known: dict[tuple[int, int], Process] = {}
@@ -87,7 +87,7 @@ class ManagedProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=dict(env),
-                start_new_session=True,  # Ctrl-C is ours to handle; the session finds orphans
+                start_new_session=True,  # this process handles Ctrl-C; the session finds orphans
             )
 
     @property
@@ -108,7 +108,7 @@ class ManagedProcess:
         return [(process.pid, title_of(process.pid)) for process in self._tree()]
 
     def pid_of(self, title: str) -> int:
-        """Return the pid of its one living process whose title is, or begins with, `title`."""
+        """Return the pid of the one living process in its tree whose title is, or begins with, `title`."""
         found = self.processes()
         pids = [pid for pid, its in found if its == title or its.split(" ")[0] == title]
         pids = pids or [pid for pid, its in found if its.startswith(title)]
@@ -130,7 +130,7 @@ class ManagedProcess:
             )
 
     def poll_ready(self) -> bool:
-        """Say whether it answers."""
+        """Say whether it answers its health check."""
         self._tree()
         self.require_running()
         with suppress(OSError, http.client.HTTPException):
@@ -152,7 +152,7 @@ class ManagedProcess:
             return bytes(response.read())
 
     def ask_later(self, path: str, body: Mapping[str, Any], timeout_s: float) -> threading.Thread:
-        """Ask in a thread of its own for what may never be answered, as by a server that ends meanwhile."""
+        """Send a request in a thread of its own, for a server that may end before it answers."""
 
         def ask() -> None:
             with suppress(OSError, ValueError, http.client.HTTPException):
@@ -174,9 +174,9 @@ class ManagedProcess:
             self.popen.send_signal(signal.SIGTERM)
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """End every process of it, known or found now, and wait until they are gone.
+        """End all its processes, known before or found now, and wait until they are gone.
 
-        The kit's handler, which outlives its server to finish an incident, is waited for.
+        It also waits for the kit's handler, which outlives its server to finish an incident.
         """
         self.terminate()
         for is_killed in (False, True):
@@ -195,7 +195,7 @@ class ManagedProcess:
         self.popen.wait(timeout=grace_s)
 
     def _tree(self) -> list[Process]:
-        # Once the main process is reaped, its pid is another's unless its session still lives.
+        # Once the main process is reaped, another process may get its pid, unless its session still has processes.
         if self.popen.returncode is not None and not alive(self._known.values()):
             return []
         tree = tree_of(self.pid)
@@ -212,7 +212,7 @@ class ManagedProcess:
 
 
 def greedy(prompt: str, max_new_tokens: int, **more: Any) -> dict[str, Any]:
-    """Return the body of a request for exactly so many tokens, with what else is given of it."""
+    """Return the body of a request for exactly `max_new_tokens` tokens, with the `more` fields."""
     # Random weights end a sentence at random.
     sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
     return {"text": prompt, "sampling_params": sampling, **more}
@@ -243,10 +243,10 @@ def find_incident(crash_folder: Path, known: Set[Path] = frozenset()) -> Path:
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on now, and that no other process is given until this one ends.
+    """Return a TCP port on which no process listens, and which no other process gets from here until this one ends.
 
-    Below the ports that the kernel gives to clients, and with room above for the ports that SGLang
-    derives from it. A server listens long after it was given its port.
+    It is below the ports that the kernel gives to clients, with room above for the ports that SGLang
+    derives from it. It is reserved because a server listens only long after it was given its port.
     """
     for port in random.SystemRandom().sample(range(20000, 30000), 100):
         holder = socket.socket(socket.AF_UNIX)
@@ -279,14 +279,14 @@ class Server(ManagedProcess):
         port: int | None = None,  # a free one by default
         log_path: Path | None = None,  # a new file below ``.lanes/logs`` by default
         name: str | None = None,  # what messages and the log's name call it
-        prefix: Sequence[str] = (),  # a command that runs it, such as ``unshare`` with its options
-        spins: bool = False,  # idle schedulers go round and round, as by SGLang's default
+        prefix: Sequence[str] = (),  # a command to run it under, such as ``unshare`` with its options
+        spins: bool = False,  # whether idle schedulers poll without sleeping, as by SGLang's default
     ) -> Server:
-        """Start it; `wait_ready` tells when it serves. What is given in `extra_args` and `env` wins over ours."""
+        """Start a server; `wait_ready` waits until it serves. `extra_args` and `env` override the defaults here."""
         port = port or free_port()
         argv = [*prefix, *command_of(lane, port, tp=tp, dp=dp, device=device, host=host, spins=spins)]
         if dp == 1:
-            # An older release takes one that a client may get until its ranks listen, seconds later.
+            # An older release takes a port that a client may get in the seconds until the ranks listen on it.
             argv += ["--nccl-port", str(free_port())]
         argv += extra_args
         merged = lane.serve_env() | device_env(lane, device) | parallel_env(lane, tp, dp) | dict(env or {})
@@ -311,23 +311,23 @@ def command_of(
     argv += ["--skip-server-warmup", "--max-total-tokens", "8192", "--mem-fraction-static", "0.2"]
     argv += ["--tp", str(tp)] if tp > 1 else []
     argv += ["--dp", str(dp)] if dp > 1 else []
-    # Two idle ranks take more than a core from whatever else starts on this machine.
+    # Two idle ranks that poll take more than a core, which slows all that starts on this machine.
     argv += [] if spins or device != "cpu" else ["--sleep-on-idle"]
-    # To capture a graph takes longer than to serve the tiny model.
+    # Capturing a graph takes longer than serving the tiny model.
     return argv if device == "cpu" else [*argv, "--disable-cuda-graph"]
 
 
 def device_env(lane: Lane, device: str) -> dict[str, str]:
-    """Return what a server on `device` needs in its environment beside the lane's, which is for a CPU."""
+    """Return the variables that a server on `device` needs beside the lane's own, which are for a CPU."""
     if device == "cpu":
         return {}
-    # What is compiled for a GPU is compiled by the lane's own ninja.
+    # The lane's own ninja compiles code for a GPU.
     path = os.pathsep.join([str(lane.root / "bin"), os.environ.get("PATH", os.defpath)])
     return {"SGLANG_USE_CPU_ENGINE": "0", "PATH": path} | {name: str(lane.root / "cache" / name) for name in CACHES}
 
 
 def parallel_env(lane: Lane, tp: int, dp: int) -> dict[str, str]:
-    """Return what `tp` times `dp` ranks on one machine's cores need in their environment."""
+    """Return the variables that `tp` times `dp` ranks need on one machine's cores."""
     if tp * dp == 1:
         return {}
     env = {"SGLANG_NCCL_SO_PATH": NO_NCCL}

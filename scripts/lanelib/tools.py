@@ -25,7 +25,7 @@ def tool(name: str) -> Path:
 
 
 def run_in_tools() -> None:
-    """Go on in the tools environment, where the kit and pytest are, unless this is there already."""
+    """Run this script again in the tools environment, which has the kit and pytest, unless it runs there already."""
     python = tool("python")
     if Path(sys.prefix).resolve() != TOOLS.resolve():
         os.execv(python, [str(python), *sys.argv])  # noqa: S606
@@ -36,11 +36,11 @@ def _is_current() -> bool:
 
 
 def _make() -> None:
-    # What is installed says its version too.
+    # The stamp includes the kit's version: the installed metadata has it, too.
     stamp = hash_files([LOCK, PYPROJECT, KIT_VERSION_FILE])
     python, uv = TOOLS / "bin" / "python", TOOLS / "bin" / "uv"
     STAMP.unlink(missing_ok=True)
-    # A whole one is brought up to date in place: another process may be running from it.
+    # A complete environment is updated in place: another process may be running from it.
     if not (python.exists() and uv.exists()):
         _bootstrap(python)
     say("tools: installing the locked versions")
@@ -52,11 +52,11 @@ def _make() -> None:
 
 
 def _bootstrap(python: Path) -> None:
-    """Make the environment anew, with nothing in it but uv."""
+    """Make a new environment that has only uv."""
     shutil.rmtree(TOOLS, ignore_errors=True)
     say(f"tools: making {TOOLS}")
     try:
-        # The python of the lanes, where there is one and it is more than a shim.
+        # Prefer the python of the lanes; python3.11 on PATH may be missing, or a shim that fails.
         run_command([shutil.which("python3.11") or sys.executable, "-m", "venv", TOOLS], timeout_s=120)
     except LaneError:
         run_command([sys.executable, "-m", "venv", "--clear", TOOLS], timeout_s=120)

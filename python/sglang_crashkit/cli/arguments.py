@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and argparse types: each raises `argparse.ArgumentTypeError` in plain words."""
+"""Arguments that several commands have, and argparse types, which raise `argparse.ArgumentTypeError` in plain words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def add_incident(parser: argparse.ArgumentParser, *, default: str | None = "latest") -> None:
-    """Add the arguments that name an incident, see `crash_folder`: by default `default`; without, one has to be."""
+    """Add the arguments that name an incident (see `crash_folder`); without a `default` the user has to name one."""
     parser.add_argument(
         "incident",
         nargs="?" if default else None,
@@ -27,7 +27,7 @@ def add_incident(parser: argparse.ArgumentParser, *, default: str | None = "late
 
 
 def add_python(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names an SGLang."""
+    """Add the option that names an SGLang installation."""
     parser.add_argument(
         "--python",
         metavar="PATH",
@@ -47,7 +47,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Return a time in seconds, at most some months."""
+    """Return a number of seconds from 0 to less than `_LONGEST_SECS`, some months."""
     try:
         number = float(text)
     except ValueError:
@@ -58,7 +58,7 @@ def seconds(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """Return how long something is, such as ``90m``, ``12h`` or ``2d``, in seconds; a bare number is of seconds."""
+    """Return a duration such as ``90m``, ``12h`` or ``2d`` in seconds; a bare number is one of seconds."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
     try:
         return seconds(number) * _UNITS[unit]
@@ -67,12 +67,12 @@ def duration(text: str) -> float:
 
 
 def command(text: str) -> list[str]:
-    """Return the words of a command, as a shell would have them, variables before it among them."""
+    """Return the words of a command as a shell splits them; ``env`` sets the variables that stand before it."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no command: {error}") from None
     if not words:
         raise argparse.ArgumentTypeError("a command is missing")
-    # A shell sets them.
+    # No shell runs the command, so ``env`` sets its variables.
     return ["env", *words] if _SETS_VARIABLE.match(words[0]) else words

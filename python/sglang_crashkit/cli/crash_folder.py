@@ -1,4 +1,4 @@
-"""Which incident is meant; and which crash folders, where none is named: those of running servers, and the fallback."""
+"""Find the incident that a user means; without a named folder, below those of running servers and the fallback."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _HANDLER_LOG = "crash_handler.log"
 
 
 def known_folders() -> list[Path]:
-    """Return the crash folders of this user's running servers, and that of servers that were given none.
+    """Return the crash folders of this user's running servers, and the fallback folder of servers without one.
 
-    A crash handler holds its log open, which lies in its server's crash folder.
+    A crash handler keeps its log open, and that log lies in its server's crash folder.
 
     Raises:
         NothingToDoError: there is no such folder.
@@ -28,7 +28,7 @@ def known_folders() -> list[Path]:
 
     handlers = (server.handler for server in find_running_servers() if server.handler is not None)
     files = (path for handler in handlers for _link, path in procfs.open_files(handler))
-    # As the handler sees it: another root has another tree.
+    # The handler's own paths: one that runs in a container has another root, so the folder may not exist here.
     found = [path.parent.parent for path in files if path.name == _HANDLER_LOG]
     folders = [folder for folder in dict.fromkeys([*found, settings.fallback_folder()]) if folder.is_dir()]
     if not folders:
@@ -40,9 +40,9 @@ def known_folders() -> list[Path]:
 
 
 def find_incident(text: str, folder: Path | None) -> StoredIncident:
-    """Return the incident that is meant by an id, ``latest`` or a path; see `find_one`, which raises the same.
+    """Return the incident that an id, ``latest`` or a path names; raises what `find_one` raises.
 
-    Of the latest it is told which folders cannot be read, where a later one may be.
+    For ``latest`` and a crash folder it prints which folders cannot be read: a later incident may lie there.
     """
     found, unreadable = [], list[OSError]()
     if folder is not None or "/" in text or Path(text).exists():
@@ -66,13 +66,13 @@ def find_incident(text: str, folder: Path | None) -> StoredIncident:
 
 
 def tell_unreadable(errors: Sequence[OSError]) -> None:
-    """Name on the standard error the folders that cannot be read, where others can."""
+    """Print the folders that cannot be read, and are left out, on the standard error."""
     for error in errors:
         say(f"{why_unreadable(error, Path())}; what is in it is left out", error=True)
 
 
 def nothing_of(what: str, incident: StoredIncident) -> NothingToDoError:
-    """Return what is reported of an incident that lacks ``stacks`` or the like, with the reason that it knows of."""
+    """Return the error for an incident without ``stacks`` or another part, with the reason that the incident has."""
     reasons = [incident.incident.requests.reason] if what == "requests" else []
     pieces = (piece for process in incident.incident.processes for piece in process.evidence)
     reasons += [piece.reason for piece in pieces if piece.kind in (what, what.removesuffix("s"))]

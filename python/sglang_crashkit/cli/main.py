@@ -1,6 +1,6 @@
 """Parse the arguments, run one command, and turn its outcome into an exit status.
 
-A command ends before it is done by SIGTERM, as by Ctrl-C, and where its answer has no reader any more.
+SIGTERM ends a command as Ctrl-C does; `end_with_reader` sends it when the command's output has no reader any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_crashkit import __version__
 from sglang_crashkit.cli.output import guarded, problem_of, say, say_json, say_text
 from sglang_crashkit.errors import CrashkitError, ExitCode
 
-#: What each command does; the module of the same name, but for `_MODULES`, is imported when it is called.
+#: What each command does. Its module has the same name, or the one in `_MODULES`, and is imported when it is called.
 COMMANDS = {
     "apply": "patch the installed SGLang",
     "revert": "take the patches out again: the files have their exact bytes back",
@@ -44,7 +44,7 @@ examples:
   sglang-crashkit explain server.log                       there is only a log
   sglang-crashkit doctor                                   nothing is wrong yet
 """
-#: What the help of each command ends with.
+#: The end of each command's help.
 _STATUSES = """\
 exit status: 0 done, 1 failed, 2 the arguments make no sense, 3 nothing to do it on, 4 refused, 5 done in part,
 130 interrupted, 143 ended by SIGTERM
@@ -77,7 +77,7 @@ def build_parser(called: str | None) -> argparse.ArgumentParser:
         if name == called:
             load_command(name).configure(sub)
             sub.set_defaults(refuse=sub.error)
-            # The lines of its examples stay as they are.
+            # The formatter keeps the lines of the examples as they are.
             sub.epilog = f"{(sub.epilog or '').rstrip()}\n\n{_STATUSES}"
     return parser
 
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
     except SystemExit as ended:
-        # The arguments make no sense, or help was asked for and is given.
+        # argparse ends so: after an error in the arguments, and after it printed the help.
         status = ended.code if isinstance(ended.code, int) else ExitCode.FAILED
         if not problem_of(sys.stdout):
             raise
@@ -99,16 +99,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Run one command; SystemExit: the arguments make no sense, or help was asked for and is given."""
+    """Run one command; raises SystemExit where the arguments are wrong, and after the help was printed."""
     parser = build_parser(next((word for word in argv if word in COMMANDS), None))
     if not argv:
         parser.print_help(sys.stderr)
         raise SystemExit(int(ExitCode.USAGE))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        # By the command's own parser, whose usage is the one to read.
+        # The command's own parser reports it, so that the user reads the usage of that command.
         args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
-    # Imported here, so that what is wrong with the arguments is told at once.
+    # Imported here, so that errors in the arguments are reported at once.
     from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 
     guard_reads(GuardedReader())
@@ -119,7 +119,7 @@ def _run(argv: Sequence[str]) -> int:
         if isinstance(raised, CrashkitError):
             error = raised
         else:
-            # What the system refused is told with the name of the thing.
+            # An OSError of the system is reported with the name of its file.
             name = str(raised.filename or "")
             told = f"{name[:200]}: {raised.strerror}" if name else str(raised.strerror or raised)
             error = CrashkitError(told, next_step=f"ls -ld {shlex.quote(name[:200])}" if name else None)
@@ -136,12 +136,12 @@ def _run(argv: Sequence[str]) -> int:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came, or what it is for is over."""
+    """SIGTERM came: from outside, or from `end_with_reader`."""
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM end this as Ctrl-C does."""
+    """Let SIGTERM end the block as Ctrl-C does."""
 
     def end(_signal: int, _frame: FrameType | None) -> None:
         raise Terminated
@@ -158,11 +158,11 @@ def terminable() -> Iterator[None]:
 def end_with_reader(descriptor: int, secs: float) -> None:
     """End this command as SIGTERM does once `descriptor` has no reader any more, and after `secs` seconds in any case.
 
-    Who runs a command on another machine, as ssh does, does not end it there when it ends itself: all that can be seen
-    of it there is that the pipe of the answer has no reader.
+    A local ssh that ends does not end the command that it runs on another machine. All that the command can see there
+    is that the pipe of its output has no reader.
     """
     pipe, main_thread = select.poll(), threading.main_thread().ident
-    # Of what is hung up or has no reader, it is told without being asked.
+    # poll() reports POLLHUP and POLLERR without being asked for them.
     pipe.register(descriptor, 0)
 
     def wait() -> None:

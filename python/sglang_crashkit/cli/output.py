@@ -1,6 +1,6 @@
-"""The only place of the command line that prints. Nothing that it prints acts on a terminal, but what is its own.
+"""The only module of the command line that prints. It escapes all control characters but those that it adds itself.
 
-What cannot be printed goes nowhere: a closed standard output, a full disk or a reader who has enough ends no command.
+Output that cannot be written is dropped: a closed standard output, a full disk or a closed pipe ends no command.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BOLD, _NORMAL = "\033[1m", "\033[0m"
 
 
 def say(*lines: object, error: bool = False) -> None:
-    """Print lines as `str` has them, each on one line whatever is in it; an `error` goes to the standard error."""
+    """Print `str` of each value on one line, whatever characters it has; with `error` on the standard error."""
     stream = sys.stderr if error else sys.stdout
     stream.write("".join(f"{visible(str(line), keep='')}\n" for line in lines))
     stream.flush()
@@ -54,10 +54,10 @@ def say_json(value: Any, indent: int | None = None) -> None:
 
 
 class _Stream(io.TextIOWrapper):
-    """A standard stream that takes everything, also what others write: a warning, an error's text, what argparse says.
+    """A standard stream whose writes never fail; it escapes control characters, also in warnings and argparse's text.
 
     Attributes:
-        problem: why something was not written; empty also where the reader has enough, as `head`.
+        problem: why something was not written; empty also where the reader closed the pipe, as `head` does.
     """
 
     problem = ""
@@ -67,7 +67,7 @@ class _Stream(io.TextIOWrapper):
         return len(text)
 
     def control(self, text: str) -> None:
-        """Write a text with what a terminal is to act on."""
+        """Write a text with its control characters as they are."""
         with self._written():
             super().write(text)
 
@@ -77,7 +77,7 @@ class _Stream(io.TextIOWrapper):
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
-        """Let what cannot be written go nowhere, so that the command goes on to its end."""
+        """Send output that cannot be written to the null device, so that the command runs to its end."""
         try:
             yield
         except OSError as error:
@@ -89,17 +89,17 @@ class _Stream(io.TextIOWrapper):
 
 
 def guarded(stream: TextIO | None) -> TextIO:
-    """Return a standard stream, which may be closed (None), so that writing to it never fails.
+    """Return a stream in place of a standard one, which may be closed (None); writing to it never fails.
 
-    What a terminal cannot show is escaped, and so is what it would act on.
+    Control characters, and characters that the stream's encoding lacks, are escaped.
     """
     if stream is None:
-        # Not closed here: it is open for as long as the process.
+        # It is never closed: the process uses it to its end.
         return Path(os.devnull).open("w")
     if id(stream) not in map(id, (sys.__stdout__, sys.__stderr__)):
         return stream
     stream.flush()
-    # Evidence may hold what the encoding cannot show.
+    # Evidence may have characters that the encoding lacks.
     return _Stream(
         open(stream.fileno(), "wb", closefd=False),
         encoding=stream.encoding,
@@ -109,6 +109,6 @@ def guarded(stream: TextIO | None) -> TextIO:
 
 
 def problem_of(stream: TextIO) -> str:
-    """Write what is left of a guarded stream, and return why not all of it was written; empty where it was."""
+    """Flush a guarded stream, and return why not all of its output was written; empty where it was."""
     stream.flush()
     return stream.problem if isinstance(stream, _Stream) else ""

@@ -1,1 +1,1 @@
-"""The stacks of all servers of a host or of a Slurm job, and what they say."""
+"""Collect and judge the stacks of all servers of a host or of a Slurm job."""

@@ -1,7 +1,7 @@
 """Collect and judge what the servers on this host do: a few rounds of stacks, and a debugger on request.
 
-Rounds neither stop nor signal a process. The debugger, which stops its target for seconds, comes last, and only where
-the rounds leave a question. Files are written as soon as there is something for them, whole at every moment.
+A round neither stops nor signals a process. The debugger, which stops its target for seconds, runs last, and only where
+the rounds leave a question. Files are written as soon as their content is known, and each is replaced in one step.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from sglang_crashkit.view.markdown import section_lines
 
 SUMMARY, VERDICT = "summary.md", "verdict.json"
 SCHEMA_VERSION = 2
-#: The longest that one tool may take, in seconds: in all rounds, and the debugger for each process.
+#: Most seconds for the stacks of all rounds together, and for the debugger on each process.
 TOOL_SECS = 60.0
-#: What a round gets when earlier ones have taken all the time, in seconds; py-spy takes 0.02.
+#: Seconds that a round gets in any case, also when earlier rounds used up `TOOL_SECS`; py-spy takes 0.02.
 _LEAST_SECS = 1.0
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
@@ -70,7 +70,7 @@ class Plan:
     output: Path  # the folder for the files
     snapshots: int = 3  # number of rounds, 1 or more
     interval_secs: float = 5.0  # from the start of a round to the start of the next, in seconds
-    native: bool = False  # whether a debugger is run at the end on each process of which the rounds leave a question
+    native: bool = False  # whether a debugger runs at the end, on each process for which the rounds leave a question
 
 
 @dataclass
@@ -78,8 +78,8 @@ class Collected:
     """What was collected of one process."""
 
     process: FoundProcess
-    moments: list[Sample] = field(default_factory=list)  # what each round saw
-    debugged: Debugged | None = None  # what came of the debugger, None where it has not run
+    moments: list[Sample] = field(default_factory=list)  # the sample of each round
+    debugged: Debugged | None = None  # the debugger's result, None where it has not run
     files: list[str] = field(default_factory=list)  # names of its files in the output folder
 
     def to_json(self) -> dict[str, Any]:
@@ -111,18 +111,18 @@ class Collection:
         self.snapshot_files: list[str] = []  # of each round, in the output folder
         self._plan, self._tell = plan, tell
         self._stacks_secs = 0.0
-        # Which debugger there is; which tool is missing, and how to get it.
+        # The debugger on this host; else `missing` says which tool is missing and how to install it.
         self._cuda_gdb = find_cuda_gdb() if plan.native else None
         self.missing = NO_CUDA_GDB if plan.native and self._cuda_gdb is None else ""
-        #: Where the ranks of a patched server went different ways; None where that cannot be asked.
+        #: Where the ranks of patched servers diverged; None where no server here is patched.
         self.divergence: Divergence | None = None
-        self.skipped = ""  # why the debugger was run on none of them; empty where it was on some, or was not to be
+        self.skipped = ""  # why the debugger ran on no process; empty where it ran on some, or was not asked for
         self._tool = CUDA_GDB if self._cuda_gdb else SUBSTITUTE
         self._started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         make_private_folder(plan.output.absolute())
 
     def take_snapshots(self) -> None:
-        """Collect what stops no process; what is there when this is interrupted is in the files.
+        """Collect without stopping a process; when this is interrupted, the files have what was collected so far.
 
         Raises:
             OSError: the disk is full, or the folder is gone.
@@ -133,7 +133,7 @@ class Collection:
             due = time.monotonic() + self._plan.interval_secs
             self._tell(f"snapshot {number} of {self._plan.snapshots}")
             self._take_snapshot()
-        # The steps of all ranks at once, for the ranks go on; then they are compared, and written to files.
+        # Read the steps of all ranks at once, because the ranks go on, and only then write and compare them.
         ranks, read_at = [one for one in self.collected if one.process.role == "scheduler"], time.monotonic()
         steps = {one.process.pid: _steps_of(one.process.pid, one.process.start_ticks) for one in ranks}
         for one in ranks:
@@ -141,14 +141,14 @@ class Collection:
                 self._write(one, "steps", "".join(json.dumps(step.to_json()) + "\n" for step in its), "jsonl")
         seen = [one for one in self.rounds[-1].processes if one.role == "scheduler"]
         noted = [RankSteps(rank_of(one), steps.get(one.pid, ()), one.pid) for one in seen]
-        # Of another server that is not patched nothing is to be said.
+        # The ranks of servers that are not patched have no steps to compare.
         patched = {dict(one.rank.scope).get("server") for one in noted if one.steps}
         noted = [one for one in noted if dict(one.rank.scope).get("server") in patched]
         self.divergence = find_divergence(noted, Moment(read_at, "it was looked at", read_at))
-        self._write_account()
+        self._write_verdict()
 
-    def _write_account(self) -> None:
-        """Write what is known by now, for a reader who opens the folder early."""
+    def _write_verdict(self) -> None:
+        """Write the verdict and the summary so far, for a reader who opens the folder early."""
         verdict, _case = self.judged()
         told = msgspec.to_builtins({"verdict": verdict, "divergence": self.divergence})
         times = [iso_time(one.time) for one in self.rounds]
@@ -159,7 +159,7 @@ class Collection:
         write_private(self._plan.output / SUMMARY, redact_text(text).encode(errors="backslashreplace"))
 
     def judged(self, pids: Container[int] | None = None) -> tuple[Verdict, Case]:
-        """Return what the judge says of the snapshots, of all processes or of those with these pids; and the case."""
+        """Return the verdict on the snapshots of all processes, or of those with these pids; and the case."""
         some = [one.process for one in self.collected if pids is None or one.process.pid in pids]
         lines = {" ".join(("sglang.launch_server", *process.server_arguments)) for process in some}
         known: list[Event] = [Arguments(values=values) for line in sorted(lines) if (values := arguments_of(line))]
@@ -173,10 +173,10 @@ class Collection:
         return judged(rounds, known)
 
     def to_json(self, status: ExitCode, found: Discovery, *, whole: bool) -> dict[str, Any]:
-        """Return it as JSON values; `whole`: with what is in the files, see `gather`."""
+        """Return the collection as JSON values; with `whole`, include the files' content (see `gather`)."""
         texts = dict[str, str]()
         for name in [SUMMARY, VERDICT, *(name for one in self.collected for name in one.files)] if whole else ():
-            # One that was interrupted has not all of them.
+            # An interrupted collection does not have all of the files.
             with contextlib.suppress(OSError):
                 texts[name] = (self._plan.output / name).read_text(errors="replace")
         return {
@@ -197,21 +197,21 @@ class Collection:
         }
 
     def debug(self, within_secs: float | None = None) -> None:
-        """Run the debugger, if that is planned, all together within `within_secs` seconds; see `take_snapshots`.
+        """Run the debugger, if planned, on all processes within `within_secs` seconds; see `take_snapshots`.
 
-        It is run on no process of a server of which the snapshots say for certain what is wrong, or that nothing is.
+        It skips the processes of a server whose snapshots establish what is wrong, or show no hang.
         """
         if not self._plan.native:
             return
         systems: dict[object, set[int]] = {}
         for one in self.collected:
-            # The servers of a prefill and decode pair hang together, so they are one.
+            # The servers of a prefill and decode pair depend on each other, so they are judged together.
             system = "pair" if one.process.side is not None else one.process.server
             systems.setdefault(system, set()).add(one.process.pid)
         reasons: dict[int, str] = {}
         for pids in systems.values():
             verdict, _case = self.judged(pids)
-            # A debugger adds harm and no knowledge where there is no question left.
+            # Where no question is left, a debugger would stop the process and add nothing.
             reason = "the verdict is established without it" if verdict.level == "established" else ""
             if verdict.kind in ("no_incident", "busy") and verdict.level != "unknown":
                 reason = "no hang is seen"
@@ -228,14 +228,14 @@ class Collection:
         limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
         processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
         debug_all(self._cuda_gdb, processes, TOOL_SECS, lambda pid, it: self._take_in(by_pid[pid], it), limit)
-        self._write_account()
+        self._write_verdict()
 
     def _take_snapshot(self) -> None:
         began, started = clock.now(), time.monotonic()
-        # The limit is for all rounds: a py-spy that hangs, hangs in each.
+        # The limit is for all rounds together: a py-spy that hangs does so in each round.
         secs = max(_LEAST_SECS, TOOL_SECS - self._stacks_secs)
         processes = [one.process for one in self.collected]
-        # Those that are there, and run Python.
+        # The processes that still exist and run Python.
         python = [one for one in processes if procfs.read_stat(one.pid, one.start_ticks) and procfs.is_python(one.pid)]
         sockets = {one.pid: socket_of(one.server if one.server is not None else one.pid) for one in python}
         folders = {pid: path.parent for pid, path in sockets.items() if path is not None}
@@ -259,7 +259,7 @@ class Collection:
             self._write(one, "pyspy", python_stacks(one.process, self.host, one.moments))
 
     def _take_in(self, one: Collected, debugged: Debugged) -> None:
-        """Put what came of the debugger into the process's file and into the last round."""
+        """Put the debugger's result into the process's file and into the last round."""
         one.debugged = debugged
         one.moments[-1] = moment = replace(one.moments[-1], native=debugged.threads, kernels=debugged.kernels)
         last = self.rounds[-1]
@@ -285,7 +285,7 @@ class Collection:
 
 
 def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample:
-    """Return what a process does, with its stacks if any were taken; its `state` is empty where it has ended."""
+    """Return a sample of a process, with its stacks if any were taken; `state` is empty where it has ended."""
     stat = procfs.read_stat(process.pid, process.start_ticks)
     sample = Sample(
         host=host,
@@ -305,11 +305,11 @@ def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample
 
 
 def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
-    """Return the steps that one process noted; none where it has no such memory, or may not be looked into."""
-    # It may have ended, or be another user's.
+    """Return the steps that a process recorded; empty where it has no step memory, or may not be inspected."""
+    # The process may have ended, or be another user's.
     with contextlib.suppress(OSError, RingError):
         for link, path in procfs.open_files(pid):
-            # What else there is must not be opened: a terminal, a pipe, a device.
+            # Open no other file: it may be a terminal, a pipe or a device.
             if str(path).startswith(f"/memfd:{NAME}") and procfs.read_stat(pid, start_ticks) is not None:
                 descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 try:
@@ -320,14 +320,14 @@ def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
 
 
 def judged(rounds: Sequence[NodeSnapshot], known: Iterable[Event] = ()) -> tuple[Verdict, Case]:
-    """Return the verdict on the snapshots of all hosts and what else is known, and the case that it is of."""
+    """Return the verdict on the snapshots of all hosts and on the `known` events, and the case that was judged."""
     events = [*known, *_stacks(rounds)]
     case = case_of(msgspec.structs.replace(one, order=order) for order, one in enumerate(events))
     return judge(case), case
 
 
 def _stacks(rounds: Sequence[NodeSnapshot]) -> Iterator[Stack]:
-    """Yield all stacks, and that a process is gone which a later round on its host does not have."""
+    """Yield all stacks; and for a process that a later round on its host lacks, a stack that says it is gone."""
     last: dict[str, float] = {}
     seen: dict[tuple[str, int, int], tuple[float, Sample]] = {}
     for number, one in enumerate(rounds, start=1):

@@ -1,8 +1,8 @@
-"""Run the collector on every node of a Slurm job, or of a list of hosts, and take in what the nodes answer.
+"""Run the collector on every node of a Slurm job, or on a list of hosts, and store the answers.
 
-A node's answer is one JSON object, with its snapshots in it. It comes through the standard output of srun, ssh or
-kubectl, so that nothing depends on a file system that all nodes and containers share: the answer has what is in the
-node's files too, which are written here.
+A node's answer is one JSON object with its snapshots, which comes through the standard output of srun, ssh or kubectl.
+No shared file system of the nodes and containers is needed: the answer also contains the text of the node's files,
+which are written here.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.redact import redact_text
 from sglang_crashkit.view.collected import node_lines, problem_lines, tree_lines
 
-#: The file with all that is told of all nodes, and the merged stacks of all ranks.
+#: The file with the results of all nodes, the verdict, and the merged stacks of all ranks.
 EXPLANATION = "explanation.txt"
-#: Of how many bytes of output a node is given up; none has more to say.
+#: A node that prints more bytes than this is given up; no answer is that long.
 MAX_OUTPUT = 1 << 28
 _WIDEST = 300
-#: The answer is the last line, or nearly: containers print as they end, and some print for ever.
+#: Lines at the output's end that are searched for the answer: containers print as they end, and some never stop.
 _MAX_LINES = 10_000
-#: A name that a file of a node may have here.
+#: Names of a node's files that are accepted here.
 _FILE_NAME = re.compile(r"\w[\w.@%+-]{0,254}")
-#: Of what was said beside an answer, the last is kept.
+#: Most characters that are kept of a node's standard error, from its end.
 _MAX_ERRORS = 1 << 20
-#: What ssh, kubectl, docker and srun print of themselves whatever comes of it, or only to say that something ended.
+#: Lines of ssh, kubectl, docker and srun themselves that explain nothing, or only say that something ended.
 _NOISE = re.compile(
     r"^Defaulted container|^Warning: Permanently added|^command terminated with exit code|^Connection to \S+ closed"
     r"|Exited with exit code|Terminating StepId|Terminating Job Step|Job step aborted|launch/slurm"
 )
-#: What they write before a message: the program, the node, the level.
+#: What these programs put before a message: program, node, level.
 _MARKS = re.compile(r"^(?:(?:srun|slurmstepd(?:-[\w.-]+)?): )?(?:error: |fatal: |Error from server )?")
 _FAILURE = r"(?i)error|fail|denied|refused|not found|cannot|couldn't|unable|timed? ?out|unrecognized"
-#: Of what is said, what helps; anything else is looked at by hand.
+#: Pattern of a message → the step that helps; other messages have to be read by hand.
 _HINTS = {
     r"execve\(\)|command not found|: not found$|executable file not found|No module named '?sglang_crashkit"
     r"|invalid choice: 'collect'|can't open file|unrecognized arguments": (
@@ -70,33 +70,33 @@ _HINTS = {
 class Transport:
     """Nodes, and how a command is run on each of them."""
 
-    nodes: tuple[str, ...]  # their names, in the order in which they are shown; each is the name of a folder, too
-    noun: str  # what one of them is called
-    title: str  # what all of them are, for a person
-    identity: Mapping[str, str]  # the same for a program
-    log: str  # the name of the file of what is said beside a node's answer
-    look: Callable[[str], str]  # returns the command that says more of a node that does not answer
-    argv: Callable[[str, Sequence[str]], list[str]]  # returns the arguments that run a command on a node
-    environ: Mapping[str, str]  # the environment of the program that carries it there
-    #: Ends what runs on a node, where killing that program does not.
+    nodes: tuple[str, ...]  # their names, in the order in which they are shown; each also names a folder
+    noun: str  # what one of them is called, such as ``host``
+    title: str  # a description of all of them for a person
+    identity: Mapping[str, str]  # a description of all of them for a program
+    log: str  # name of the file for a node's standard error
+    look: Callable[[str], str]  # returns the command that shows more about a node that does not answer
+    argv: Callable[[str, Sequence[str]], list[str]]  # returns the local arguments that run a command on a node
+    environ: Mapping[str, str]  # environment of the local program, such as ssh
+    #: Ends the command on a node where killing the local program does not.
     give_up: Callable[[str], None] = lambda _node: None
 
 
 @dataclass
 class NodeResult:
-    """What came of one node."""
+    """The result of one node."""
 
     node: str
-    folder: Path  # where its files are
+    folder: Path  # the local folder of its files
     status: int | None = None  # the collector's exit status there, None where it gave no answer
-    files: tuple[str, ...] = ()  # their names
-    problems: list[Problem] = field(default_factory=list)  # what could not be had, and why
-    rounds: list[NodeSnapshot] = field(default_factory=list)  # what it saw
+    files: tuple[str, ...] = ()  # names of its files
+    problems: list[Problem] = field(default_factory=list)  # what could not be collected, and why
+    rounds: list[NodeSnapshot] = field(default_factory=list)  # its snapshots
     secs: float = 0.0  # how long it took, in seconds
 
     @property
     def processes(self) -> list[list[Sample]]:
-        """What was seen of each process on it, in order of time; the processes in the order of their ranks."""
+        """The samples of each process of the node, in order of time; the processes in the order of their ranks."""
         found: dict[tuple[int, int], list[Sample]] = {}
         for one in sorted(self.rounds, key=lambda one: one.time):
             for sample in one.processes:
@@ -105,7 +105,7 @@ class NodeResult:
 
     @property
     def outcome(self) -> str:
-        """What came of it, in a few words."""
+        """The result in a few words."""
         if self.status is None:
             return "no answer"
         if not (number := len(self.processes)):
@@ -134,24 +134,24 @@ class NodeResult:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What came of all nodes."""
+    """The results of all nodes."""
 
     transport: Transport
-    nodes: tuple[NodeResult, ...]  # a result for each of them
-    interrupt: KeyboardInterrupt | None = None  # what ended it before all nodes had answered, None where nothing did
+    nodes: tuple[NodeResult, ...]
+    interrupt: KeyboardInterrupt | None = None  # what interrupted it before all nodes had answered, if anything did
 
     @property
     def rounds(self) -> list[NodeSnapshot]:
-        """What all nodes saw."""
+        """The snapshots of all nodes."""
         return [one for node in self.nodes for one in node.rounds]
 
     def lines(self) -> tuple[list[str], list[str]]:
-        """Return a line for each process of each node, and what could not be had."""
+        """Return a line for each process of each node, and the lines on what could not be collected."""
         nodes = [(one.node, one.outcome, one.processes) for one in self.nodes]
         return [*node_lines(nodes)], [*problem_lines(problem for node in self.nodes for problem in node.problems)]
 
     def write(self, verdict: Verdict, screen: Iterable[str], output: Path) -> None:
-        """Write what is reported of all nodes, with the merged stacks of all ranks.
+        """Write the files `EXPLANATION` and `VERDICT`, on all nodes.
 
         Raises:
             CrashkitError: the folder is no folder of this user.
@@ -188,10 +188,10 @@ def gather(
 ) -> Gathered:
     """Run the collector's command on all nodes, `at_once` at a time, each within `node_secs` seconds.
 
-    Each node gets a folder of its name in `output`, which is added to the command. What runs here is the program that
-    carries the command there, such as srun, ssh or kubectl. It reads nothing, and is killed, with all that it started,
-    at its deadline; Ctrl-C ends all that run and starts no more. Whatever one of them does, the others' answers come.
-    `tell` is called with a line for a person as each node ends.
+    Each node gets a folder of its name in `output`, which is added to the command. The local program, such as srun, ssh
+    or kubectl, reads nothing, and is killed at its deadline with all that it started. Ctrl-C ends those that run and
+    starts no more. A node that fails does not affect the others. `tell` is called with a line for a person as each node
+    ends.
     """
     stop, interrupt = threading.Event(), None
     with ThreadPoolExecutor(max_workers=at_once) as pool:
@@ -222,14 +222,14 @@ def _ask(
         return replace(result, problems=[Problem(f"{transport.noun} {node}", why)])
     done = run_tool(argv, node_secs, stop, environ=transport.environ, apart=True, max_output=MAX_OUTPUT)
     result.secs = done.seconds
-    # An answer counts for more than what was said beside it.
+    # A node's answer is kept even where its standard error cannot be written to the file.
     with contextlib.suppress(OSError):
         errors = redact_text(done.errors[-_MAX_ERRORS:])
         write_private(folder / transport.log, errors.encode(errors="backslashreplace"))
     if done.status is None:
         transport.give_up(node)
     if (document := _find_answer(done.text)) is not None:
-        _take_in(result, document, f"{transport.noun} {node}")
+        _store_answer(result, document, f"{transport.noun} {node}")
     elif stop.is_set():
         result.problems.append(Problem(f"{transport.noun} {node}", "interrupted"))
     else:
@@ -238,7 +238,7 @@ def _ask(
 
 
 def _find_answer(output: str) -> dict[str, Any] | None:
-    """Return the JSON object of a collector on the last line of `output` that is one; containers print around it."""
+    """Return the collector's JSON object: the last line of `output` that holds one; containers print around it."""
     for line in reversed(output.rsplit("\n", _MAX_LINES)):
         if line.startswith("{"):
             with contextlib.suppress(ValueError, RecursionError):
@@ -264,14 +264,14 @@ def why_silent(transport: Transport, node: str, done: ToolRun, node_secs: float)
 
 
 def _telling_line(text: str) -> str:
-    """Return the line of what was said that tells the most: the first that speaks of a failure, else the last."""
+    """Return the line that explains most: the first that names a failure, else the last."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
     telling = [line for pattern in (*_HINTS, _FAILURE) for line in lines if re.search(pattern, line)]
     return _MARKS.sub("", (telling or lines[-1:] or [""])[0])[:_WIDEST]
 
 
-def _take_in(result: NodeResult, document: Mapping[str, Any], name: str) -> None:
-    """Put what a node called `name` answered into its result, and its files into its folder."""
+def _store_answer(result: NodeResult, document: Mapping[str, Any], name: str) -> None:
+    """Put the answer of the node called `name` into its result, and write its files to its folder."""
     status = document["exit_code"]
     result.status = status if isinstance(status, int) else ExitCode.FAILED
     try:
@@ -279,7 +279,7 @@ def _take_in(result: NodeResult, document: Mapping[str, Any], name: str) -> None
         of_processes = [file for process in document.get("processes", []) for file in process["files"]]
         result.files = tuple(dict.fromkeys(map(str, (*snapshots, *of_processes, *texts))))
         for one in map(snapshot.from_json, document.get("rounds", [])):
-            # By the name by which its node is reached, which in a container is not the host's name.
+            # Use the name by which the node is reached: in a container the host's name differs from it.
             processes = tuple(replace(process, host=result.node) for process in one.processes)
             result.rounds.append(replace(one, host=result.node, processes=processes))
         files = dict(zip(snapshots, (one.to_json() for one in result.rounds), strict=True))
@@ -295,6 +295,6 @@ def _take_in(result: NodeResult, document: Mapping[str, Any], name: str) -> None
         result.problems.append(Problem(f"a snapshot of {name}", str(error), "install the same release of the kit"))
     found = dict.fromkeys(problem for one in result.rounds for problem in one.problems)
     result.problems += [replace(problem, what=f"{name}: {problem.what}") for problem in found]
-    # Where there is nothing to collect, that is the answer.
+    # A node with nothing to collect reports an error, but that is its answer and no problem.
     if "error" in document and status != ExitCode.NOTHING:
         result.problems.append(Problem(name, str(document["error"]), str(document.get("next") or "")))

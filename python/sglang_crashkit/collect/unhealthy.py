@@ -1,8 +1,8 @@
 """Wait until a server is unhealthy: its health check fails, or is not answered.
 
 ``/health_generate`` sends a request through the schedulers. It answers 200 after a second or more, 503 after
-``SGLANG_HEALTH_CHECK_TIMEOUT`` (20 s) without a sign of them, and 503 at once while the server starts or ends. A server
-that hangs may answer nothing at all; questions would pile up in it, so one is asked at a time.
+``SGLANG_HEALTH_CHECK_TIMEOUT`` (20 s) without a response of theirs, and 503 at once while the server starts or ends. A
+server that hangs may answer nothing at all; checks would pile up in it, so only one is sent at a time.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from sglang_crashkit.errors import UsageError
 from sglang_crashkit.kernel.server_address import Address, holders_of, listening_at
 
 _PATH = "/health_generate"
-#: All in seconds: how long an answer may take, more than the server takes to give up; from an answer to the next
-#: question; and an answer that comes sooner is of a server that starts or ends.
+#: In seconds: the timeout of a check, longer than the server takes to give up; the pause from an answer to the next
+#: check; and the time within which a failing answer means that the server starts or ends.
 ASK_SECS, PAUSE_SECS, AT_ONCE_SECS = 30.0, 5.0, 2.0
-#: A check that fails once, as one connection may, is repeated.
+#: Failures in a row that make a server unhealthy: a single connection may fail.
 _FAILURES = 2
 
 
 def wait_until_unhealthy(address: Address, most_secs: float, say: Callable[[str], object]) -> str:
-    """Return why a server is unhealthy, a sentence; empty where it is not by `most_secs` seconds from now.
+    """Return a sentence why a server is unhealthy; empty where it does not become so within `most_secs` seconds.
 
-    Before its first answer, a server that refuses is taken to start. `say` is called with a line for each change.
+    A server that refuses before it was ever healthy is taken to start. `say` is called with a line for each change.
 
     Raises:
         UsageError: there is no health check at the address.
@@ -38,7 +38,7 @@ def wait_until_unhealthy(address: Address, most_secs: float, say: Callable[[str]
             problem = f"its health check is answered with status {status}" if status != 200 else ""
             is_start = status >= 500 and time.monotonic() < began + AT_ONCE_SECS
         except TimeoutError:
-            # It was asked for longer than a failing check takes.
+            # The timeout is longer than the server takes to fail a check.
             return f"its health check is not answered within {ASK_SECS:g} s"
         except OSError as error:
             status, problem, is_start = 0, f"its health check cannot be asked: {error}", True
@@ -57,6 +57,6 @@ def wait_until_unhealthy(address: Address, most_secs: float, say: Callable[[str]
 
 
 def process_at(address: Address) -> int | None:
-    """Return the process of this host that listens at an address; None where none is seen, as another user's."""
+    """Return the pid that listens at an address of this host; None where it cannot be seen, such as another user's."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - a process is no path
     return next(iter(holders_of(listening_at(address.port), pids).values()), None)

@@ -1,1 +1,1 @@
-"""What would keep a crash of a server from being recorded: facts are gathered, and pure rules make findings of them."""
+"""Find what would keep a server's crash from being recorded."""

@@ -1,4 +1,4 @@
-"""What would keep a crash from being recorded: a list of checks of this machine, this user and the servers here."""
+"""Check this machine, this user and the servers here for what would keep a crash from being recorded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sglang_crashkit.settings import VARIABLES, DiskLimits, Settings, fallback_f
 
 _MB = 1 << 20
 _TOOL_SECS, _GPU_SECS, FOLDER_SECS = 3.0, 5.0, 5.0
-#: What an incident of a few ranks takes with little evidence, in bytes; what Docker gives a container of ``/dev/shm``.
+#: Bytes of an incident of a few ranks with little evidence; bytes of ``/dev/shm`` in a container by Docker's default.
 _LEAST_INCIDENT, _DOCKER_SHM = 4 * _MB, 64 * _MB
 #: SGLang's own default of ``--watchdog-timeout``, in seconds.
 _WATCHDOG_SECS = 300.0
@@ -48,29 +48,29 @@ _ON_DISK = f"{_OPTION}, on a disk of the host: docker run -v, a Kubernetes volum
 
 
 class Result(NamedTuple):
-    """What was found of one thing."""
+    """The result of one check."""
 
-    ok: bool | None  # None: some evidence will be missing; False: there will be no incident, or not a whole one
-    words: str  # what is the case, and why it matters where it is not in order
-    command: str = ""  # the commands or lines that mend it, one a line
+    ok: bool | None  # None: some evidence will be missing; False: there will be no incident, or only a part of one
+    words: str  # what was found, and why it matters if it is wrong
+    command: str = ""  # commands or lines that fix it, one per line
 
 
 @dataclass(frozen=True)
 class Target:
     """What is checked: the servers that run, or one that is about to be started."""
 
-    pid: int  # the first server's main process, or this one, whose surroundings count
-    servers: Mapping[int, Sequence[FoundProcess]]  # the processes of each by its main process
-    #: By a pid of the server's: its crash handler, None where it has none, and why it has none.
+    pid: int  # main process of the first server, else this process; its container and pod are checked
+    servers: Mapping[int, Sequence[FoundProcess]]  # main process of a server → its processes
+    #: Pid of one of a server's processes → its crash handler or None, and why it has none.
     handlers: Mapping[int, tuple[int | None, str]]
     environ: Mapping[str, str]  # the first server's; this shell's if there is no server
     arguments: Sequence[str] = ()  # of the first server
     crash_folder: Path | None = None  # where incidents go; None where no folder was given
-    python: str | None = None  # the interpreter or environment whose SGLang is meant; None for this one
+    python: str | None = None  # the interpreter or environment whose SGLang is checked; None for this one
 
     @property
     def settings(self) -> Settings:
-        """What the environment asks of the kit."""
+        """The kit's settings in `environ`."""
         return Settings.from_environ(self.environ)
 
 
@@ -90,7 +90,7 @@ def _kit(target: Target) -> Iterator[Result]:
         command = command or f"pip install sglang==RELEASE, with {known}"
         yield Result(False, f"{words} cannot be patched: it is not {known}", command)
     elif state == "patched":
-        # There is a next step where the kit of this command is not the one that SGLang's python has.
+        # There is a next step where SGLang's python imports another kit than the one of this command.
         yield Result(None if command else True, f"applied and intact: {words}, {known}", command)
     else:
         lost = "no crash of it leaves an incident" if state == "pristine" else "what a crash leaves is uncertain"
@@ -127,7 +127,7 @@ def _pyspy(target: Target) -> Iterator[Result]:
     if executable is None or shutil.which(executable) is None:
         yield Result(False, f"it is not installed: {lost}", "pip install py-spy")
         return
-    # As the ranks let the crash handler trace them.
+    # py-spy, a child, may then trace this process, as the ranks let the crash handler trace them.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
     sample = sample_all([os.getpid()], _TOOL_SECS)[0]
     if sample.threads:
@@ -159,7 +159,7 @@ def _gpu(target: Target) -> Iterator[Result]:
 
 
 def check_cores(target: Target) -> Iterator[Result]:
-    """Yield what keeps the CUDA driver from writing cores, or that nothing does."""
+    """Yield a result for each setting that keeps the CUDA driver from writing cores, or one that none does."""
     wrong = []
     if target.crash_folder is None:
         words = "CUDA's core variables are set with --crash-dump-folder alone: a GPU exception leaves no core"
@@ -178,7 +178,7 @@ def _crash_folder(target: Target) -> Iterator[Result]:
         words = f"none is set: incidents go to {path}, requests are not saved, and a container takes all with it"
         yield Result(None, words, _OPTION)
     try:
-        # In a child, as the disk may not answer.
+        # Looked at in a child with a deadline, because the disk may not answer.
         said = call_within(FOLDER_SECS, lambda: json.dumps(list(look_at_folder(path, target.settings.disk))).encode())
         yield from (Result(*one) for one in json.loads(said))
     except OSError as error:
@@ -187,10 +187,10 @@ def _crash_folder(target: Target) -> Iterator[Result]:
 
 
 def look_at_folder(path: Path, limits: DiskLimits) -> Iterator[Result]:
-    """Yield what is found of a crash folder, or of the one above it that is there; OSError: it cannot be written to."""
+    """Yield the results for a crash folder, or its nearest parent that exists; OSError: it cannot be written to."""
     there, quoted = next(folder for folder in (path, *path.parents) if folder.exists()), shlex.quote(str(path))
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=there) as trial:
-        # More than a block: a full disk takes an empty file.
+        # Write more than a block: a full disk still takes an empty file.
         (Path(trial) / "trial").write_bytes(bytes(1 << 16))
     kind = "".join(run_tool(["df", "--output=fstype", str(there)], _TOOL_SECS).text.split()[-1:])
     (total, free), (max_use, keep_free) = space_of(there), limits_on(there, limits)
@@ -265,7 +265,7 @@ def _size(number: int) -> str:
     return f"{number / (_MB << 10):.1f} GB" if number >= _MB << 10 else f"{number / _MB:.0f} MB"
 
 
-#: In the order in which a person reads them.
+#: Topic → check, in the order in which the results are printed.
 CHECKS: dict[str, Callable[[Target], Iterator[Result]]] = {
     "kit": _kit,
     "server": _servers,

@@ -1,1 +1,1 @@
-"""Put the kit's patches into an installed SGLang, take them out, and build patched wheels, without importing SGLang."""
+"""Apply the kit's patches to an installed SGLang, revert them, and build patched wheels, without importing SGLang."""

@@ -1,10 +1,10 @@
 """`apply` and `revert`: one change with two targets, the patched and the pristine files.
 
-Everything is checked first: each file is upstream's or the kit's, or nothing is touched. Then every new file is
-written beside the one that it replaces, the manifest says what each file may be, and each takes its place by a rename.
-A file takes its place after those that it imports, and leaves it before them. So a kill at any moment leaves an SGLang
-that imports, of files that are pristine or patched, and running it again finishes. Nothing is written in place: a file
-of a virtual environment may be a hard link into a package cache.
+Everything is checked first: each file has to be upstream's or the kit's, or nothing is changed. Then every new file is
+written beside the one that it replaces, the manifest lists the bytes that each file may have, and each file is renamed
+into place, after the files that it imports; a file is removed before those. So a kill at any moment leaves an SGLang
+that can be imported, whose files are pristine or patched, and running the command again finishes. No file is written in
+place, because a file of a virtual environment may be a hard link into a package cache.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from sglang_crashkit.installer.status import (
     read_tree,
 )
 
-#: Seconds to wait for other processes. A change takes well under one, and many on a disk that syncs slowly.
+#: Seconds to wait for other processes. A change takes well under one second, but many on a disk that syncs slowly.
 LOCK_WAIT = 60.0
-#: The name of a file that waits to take the place of another, and the names of all that any version of the kit left.
+#: The name of a new file until it is renamed into place; the pattern of such names of all versions of the kit.
 _STAGED, _LEFT_OVER = ".{}.sglang-crashkit-new", ".*.sglang-crashkit-*"
 
 
@@ -51,8 +51,8 @@ _STAGED, _LEFT_OVER = ".{}.sglang-crashkit-new", ".*.sglang-crashkit-*"
 class Outcome:
     """What a command did, or would do."""
 
-    before: State  # the installation before it
-    changed: tuple[str, ...]  # files that it changed, below the package; none where nothing was to do
+    before: State  # the installation's state before the command
+    changed: tuple[str, ...]  # files that it changed, below the package; empty where there was nothing to do
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class _Change:
 @dataclass(frozen=True)
 class _Plan:
     tree: Tree
-    changes: tuple[_Change, ...]  # in their order; RECORD is among them
+    changes: tuple[_Change, ...]  # in the order of the renames; RECORD is among them
     during: Manifest
-    final: Manifest | None  # None where no manifest is to be left
+    final: Manifest | None  # None where the manifest is removed
 
     @property
     def outcome(self) -> Outcome:
@@ -83,7 +83,7 @@ def apply(environment: Environment, patches: PatchTree, lock: Lock, *, dry_run: 
         RefusedError: the release is not supported, a file is foreign, the kit cannot be imported there, or a folder
             is read-only; nothing was changed.
         PartialError: it failed between two files; running it again finishes.
-        CrashkitError: it failed for another reason, which the message has.
+        CrashkitError: it failed for another reason, which the message gives.
     """
     locked = lock.require(environment.version)
     require_kit(environment)
@@ -102,7 +102,7 @@ def _bring_to(
     target: State, environment: Environment, patches: PatchTree, locked: LockedRelease | None, *, dry_run: bool
 ) -> Outcome:
     tree = read_tree(environment, locked)
-    # A change that was cut off before its first step left the new files behind.
+    # A change that was killed before its first rename left its new files behind.
     is_done = tree.overall is target and not any(environment.dist_info.glob(_LEFT_OVER))
     if is_done or (target is State.PRISTINE and tree.overall is State.UNSUPPORTED):
         return Outcome(tree.overall, ())
@@ -110,7 +110,7 @@ def _bring_to(
         if dry_run:
             return _plan(target, tree, patches).outcome
         with exclusive(environment.dist_info):
-            # Read again: what another process did meanwhile counts, and it may have been between two files before.
+            # Read again under the lock: another process may have been changing files during the first read.
             plan = _plan(target, read_tree(environment, locked), patches)
             _carry_out(plan)
     except OSError as error:
@@ -119,7 +119,7 @@ def _bring_to(
 
 
 def _plan(target: State, tree: Tree, patches: PatchTree) -> _Plan:
-    """Check everything and decide what each file becomes."""
+    """Check everything and decide the new content of each file."""
     _refuse(target, tree)
     environment, is_apply = tree.environment, target is State.PATCHED
     pristine = {path: tree.pristine_bytes(path, patches) for path in tree.files}
@@ -139,7 +139,7 @@ def _plan(target: State, tree: Tree, patches: PatchTree) -> _Plan:
     record = _record_change(tree, pristine, wanted, with_manifest=is_apply)
     plan = _Plan(
         tree,
-        # RECORD lists the kit's files for as long as they are there.
+        # RECORD lists the kit's files as long as they exist: it changes first in `apply`, and last in `revert`.
         (*record, *changes) if is_apply else (*changes, *record),
         manifest(APPLYING if is_apply else REVERTING, tree.files, tree.contents, wanted),
         manifest(APPLIED, tree.locked.files, wanted) if is_apply and tree.locked else None,
@@ -158,10 +158,10 @@ def _in_order(
     pristine: Mapping[str, bytes | None],
     wanted: Mapping[str, bytes | None],
 ) -> list[_Change]:
-    """Return what makes `wanted` of `found`, so that no file ever imports a name that is not there.
+    """Return the changes from `found` to `wanted`, in an order in which no file ever imports a name that is missing.
 
-    Upstream's files import nothing of the kit's, so they go back first where one of the kit's own files is taken away,
-    or becomes another one, which may lack names that the old ones import.
+    Where a file of the kit's own is removed or replaced, which may drop names that patched files import, all patched
+    files first get upstream's bytes back, which import nothing of the kit's.
     """
     own = [path for path, data in pristine.items() if data is None]
     modules = {path: f"sglang.{path.removesuffix('.py').replace('/', '.')}".encode() for path in own}
@@ -222,7 +222,7 @@ def _carry_out(plan: _Plan) -> None:
     """Write every new file beside the one that it replaces, then let each take its place.
 
     Raises OSError where nothing was changed, PartialError where it failed between two files, and CrashkitError where
-    somebody else wrote one of them meanwhile; theirs is left as it is.
+    another program wrote one of the files meanwhile; that file is left as it is.
     """
     package, dist_info = plan.tree.environment.package, plan.tree.environment.dist_info
     touched = [package / path for path in plan.tree.files]
@@ -237,7 +237,7 @@ def _carry_out(plan: _Plan) -> None:
             left_over.unlink()
     done = 0
     try:
-        # A new file is read by whom the others are.
+        # A file that is new gets the mode and owner of a neighbouring file.
         sibling, beside = package / "__init__.py", dist_info / "METADATA"
         _write(during, plan.during.dump(), like=beside)
         if plan.final is not None:
@@ -251,7 +251,7 @@ def _carry_out(plan: _Plan) -> None:
                 _put_in_place(change, file)
                 done += 1
             for path in touched:
-                # Python trusts a compiled file by the size and the whole seconds of its source.
+                # Python takes a compiled file as fresh by the size and the whole seconds of its source.
                 for compiled in _bytecode_of(path):
                     compiled.unlink()
                 if not path.exists():
@@ -266,7 +266,7 @@ def _carry_out(plan: _Plan) -> None:
                 next_step="run the same command again, which finishes",
             ) from error
     finally:
-        # One that stays is in no way, and goes next time.
+        # A file that cannot be removed does no harm, and is removed the next time.
         with suppress(OSError):
             for path in (*staged, final, during):
                 path.unlink(missing_ok=True)
@@ -288,7 +288,7 @@ def _put_in_place(change: _Change, staged: Path) -> None:
 
 
 def _staging_folder(path: Path) -> Path:
-    """Return the folder of `path`, or the nearest that is there."""
+    """Return the folder of `path`, or its nearest parent that exists."""
     return next(folder for folder in path.parents if folder.is_dir())
 
 
@@ -300,14 +300,14 @@ def _folders(path: Path, package: Path) -> Iterable[Path]:
 def _write(path: Path, data: bytes, *, like: Path) -> None:
     """Write `data` to a file that does not exist yet, with the mode and owner of `like`, and sync it.
 
-    Raises RefusedError where somebody who may read `like` could not read it.
+    Raises RefusedError where a user who may read `like` could not read the new file.
     """
     with path.open("xb") as file:
         file.write(data)
         file.flush()
-        # Without such a file, as its folder is.
+        # Where `like` does not exist, take its nearest folder.
         wanted, own = next(each for each in (like, *like.parents) if each.exists()).stat(), os.fstat(file.fileno())
-        # Without the privilege the writer owns the file, as with any installer; the group may be one of his.
+        # Without the privilege to change owners, the writer keeps the file, as with any installer; the group may work.
         for uid in (wanted.st_uid, -1) if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid) else ():
             with suppress(PermissionError):
                 os.fchown(file.fileno(), uid, wanted.st_gid)
@@ -328,7 +328,7 @@ def _bytecode_of(path: Path) -> list[Path]:
 
 
 def _remove_empty_folders(path: Path, package: Path) -> None:
-    """Remove the folders that only the file at `path` was in: upstream has no empty ones."""
+    """Remove the folders that held only the file at `path`: upstream has no empty folders."""
     for folder in _folders(path, package):
         for each in (folder / "__pycache__", folder):
             try:
@@ -343,11 +343,11 @@ def _remove_empty_folders(path: Path, package: Path) -> None:
 
 @contextmanager
 def exclusive(dist_info: Path, *, wait: float = LOCK_WAIT) -> Iterator[None]:
-    """Lock the installation with the folder `dist_info` against other processes, for one of which it waits so long.
+    """Lock the installation with the folder `dist_info` against other processes; wait up to `wait` seconds for one.
 
-    Raises CrashkitError where another process still has it, and OSError.
+    Raises CrashkitError where another process still holds the lock, and OSError.
     """
-    # Nothing is written to it, but a network file system locks only what may be written (flock(2)).
+    # Nothing is written to METADATA, but a network file system locks only files that are open for writing (flock(2)).
     metadata = dist_info / "METADATA"
     with metadata.open("r+b" if os.access(metadata, os.W_OK) else "rb") as file:
         deadline = time.monotonic() + wait
@@ -366,7 +366,7 @@ def exclusive(dist_info: Path, *, wait: float = LOCK_WAIT) -> Iterator[None]:
 
 
 def _explain(error: OSError, folder: Path) -> CrashkitError:
-    """Return what `error`, met before any file was changed, means to a person."""
+    """Return an error for a person from `error`, which came before any file was changed."""
     where = Path(error.filename).parent if isinstance(error.filename, str | Path) else folder
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CrashkitError(f"no space left for new files in {where}; nothing was changed", next_step=f"df -h {where}")

@@ -16,7 +16,7 @@ from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError, UsageError
 from sglang_crashkit.installer.patches import Lock, PatchTree, base_release, find_patch_root, load_lock
 
-#: Seconds for a python to start, on a cold network file system too.
+#: Most seconds that a python may take to start, also on a cold network file system.
 _PROBE_SECS = 120.0
 
 
@@ -27,7 +27,7 @@ class Kit:
     version: str
     root: Path  # the folder on ``sys.path`` that it comes from
     missing: dict[str, str]  # function that the patches call → why it cannot be imported there
-    only_by_python_path: bool = False  # it is found through ``PYTHONPATH`` alone, and SGLang is not
+    only_by_python_path: bool = False  # whether the kit is found only through ``PYTHONPATH``, and SGLang without it
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Environment:
 
     @property
     def site(self) -> Path:
-        """The folder that RECORD's paths begin at."""
+        """The folder that RECORD's paths are relative to."""
         return self.dist_info.parent
 
     @property
@@ -60,7 +60,7 @@ class Environment:
 
     @property
     def rebuild_wheel(self) -> str:
-        """What to do where a wheel of other patches is installed, which may have the same version."""
+        """The steps that replace an installed wheel with other patches, which may have the same version."""
         return (
             f"sglang-crashkit wheel {self.release} --out DIR, then what that prints "
             "with pip install --force-reinstall --no-deps"
@@ -81,12 +81,12 @@ class Environment:
 def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environment:
     """Ask a python where its SGLang is, and whether it can import `calls`.
 
-    It is the interpreter, or that of the virtual environment's folder, that `given` names; this one by default.
+    `given` names the interpreter, or the folder of its virtual environment; this interpreter by default.
 
     Raises:
         UsageError: there is no such interpreter.
         NothingToDoError: that python has no SGLang.
-        RefusedError: its SGLang is an editable install, or another one than is imported.
+        RefusedError: its SGLang is an editable install, or not the one that it imports.
         CrashkitError: the python does not run.
     """
     # Not resolved: a virtual environment's python is a link, and only its own name finds it.
@@ -134,9 +134,9 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
 
 
 def open_session(python: str | None) -> tuple[Environment, PatchTree, Lock]:
-    """Find the SGLang of `python`, by default of this one, and load the kit's data.
+    """Find the SGLang of `python`, by default of this one, and load the kit's patches and lock.
 
-    Raises CrashkitError where the data is not there, or the environment is not one to work on.
+    Raises CrashkitError where the patches or the lock are missing; and what `find_environment` raises.
     """
     root = find_patch_root()
     patches = PatchTree.load(root)
@@ -163,7 +163,7 @@ def require_kit(environment: Environment) -> None:
 
 
 def run_tool(argv: Sequence[str], *, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run `argv` and return what it printed; it and its children are killed after `timeout` seconds.
+    """Run `argv` and return its output; it and its children are killed after `timeout` seconds.
 
     Raises:
         CrashkitError: it could not be started, or had to be killed.
@@ -184,7 +184,7 @@ def run_tool(argv: Sequence[str], *, timeout: float) -> subprocess.CompletedProc
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except BaseException as error:
-            # The group, not the process: a child of it could hold the pipes open.
+            # Kill the group, not only the process: a child could hold the pipes open.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""The kit's patches: one patch of one file, the choice of patches for a release, and the lock of what they give.
+"""The kit's patches: the patch of one file, the choice of patches for a release, and the lock with their results.
 
 A patch file is five header lines, a blank line and one unified diff::
 
@@ -14,9 +14,9 @@ A patch file is five header lines, a blank line and one unified diff::
              logger.error(...)
     +        on_scheduler_exception()
 
-Paths are below the ``sglang`` package; an old side of ``/dev/null`` creates the file. How a hunk applies, which patches
-a release gets, and what the lock has, is in ``docs/design.md``. Only final and post releases count. What follows a
-``+`` (``+crashkit.1.0.0``, ``+cu126``) names a build of the same release.
+Paths are below the ``sglang`` package; an old side of ``/dev/null`` creates the file. ``docs/design.md`` says how a
+hunk applies, which patches a release gets, and what the lock has. Only final and post releases count. A local version
+part (``+crashkit.1.0.0``, ``+cu126``) names a build of the same release.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from unidiff.patch import PatchSet
 
 from sglang_crashkit.errors import CrashkitError, RefusedError, UsageError
 
-#: Beside the baselines, generated.
+#: Generated file beside the folders of the baselines.
 LOCK_NAME = "releases.lock.json"
 _SCHEMA_VERSION = 1
 
@@ -42,11 +42,11 @@ _PATCH, _DROP = ".patch", ".drop"
 
 
 class PatchDataError(CrashkitError):
-    """The kit's own patches are not there, do not read as patches, or contradict each other."""
+    """The kit's own patches are missing, malformed, or contradict each other."""
 
 
 class HunkConflictError(CrashkitError):
-    """A patch does not fit a file; `problems` has the number of each hunk that does not fit, from 1 → why."""
+    """A patch does not fit a file; `problems`: number of each hunk that does not fit, from 1 → why."""
 
     def __init__(self, path: str, problems: dict[int, str]) -> None:
         details = "; ".join(f"hunk {number}: {why}" for number, why in problems.items())
@@ -59,21 +59,21 @@ class Hunk:
     """One place to change."""
 
     old_start: int  # line number, from 1, in the release the patch was made for; 0 creates the file
-    #: Of each line its tag, ``b" "``, ``b"-"`` or ``b"+"``, and the line with its newline, where it has one.
+    #: For each line its tag, ``b" "``, ``b"-"`` or ``b"+"``, and the line with its newline, if it has one.
     lines: tuple[tuple[bytes, bytes], ...]
 
     @property
     def old(self) -> list[bytes]:
-        """The lines that must be there."""
+        """The lines that the file must have."""
         return [text for tag, text in self.lines if tag != b"+"]
 
     @property
     def new(self) -> list[bytes]:
-        """The lines that take their place."""
+        """The lines that replace the old ones."""
         return [text for tag, text in self.lines if tag != b"-"]
 
     def places(self, lines: list[bytes]) -> list[int]:
-        """Return every index of `lines`, from 0, at which all old lines stand."""
+        """Return every index in `lines`, from 0, where all old lines follow each other."""
         old = self.old
         starts = range(len(lines) - len(old) + 1) if old else ()
         return [at for at in starts if lines[at] == old[0] and lines[at : at + len(old)] == old]
@@ -95,7 +95,7 @@ class Patch:
         return tuple(name for name in names if name not in ("", "none"))
 
     def places(self, lines: list[bytes]) -> list[int]:
-        """Return the index in `lines`, from 0, that each hunk applies at.
+        """Return for each hunk the index in `lines`, from 0, where it applies.
 
         Raises HunkConflictError where a hunk fits nowhere, at several places, or not in order.
         """
@@ -123,7 +123,7 @@ def split_lines(data: bytes) -> list[bytes]:
 
 
 def parse_patch(text: str, *, source: str) -> Patch:
-    """Read the text of a patch file; raises PatchDataError, which names `source`, where it does not read as one."""
+    """Parse the text of a patch file; raises PatchDataError, which names `source`, where it is malformed."""
     head, _blank, diff = text.partition("\n\n")
     try:
         (file,) = PatchSet.from_string(diff)
@@ -144,7 +144,7 @@ def parse_patch(text: str, *, source: str) -> Patch:
 
 
 def apply_patch(pristine: bytes | None, patch: Patch) -> bytes:
-    """Return the patched bytes of a file, None standing for no such file; raises HunkConflictError."""
+    """Return the patched bytes of a file; `pristine` is None where there is no such file; raises HunkConflictError."""
     if patch.creates and pristine is None:
         return b"".join(patch.hunks[0].new)
     if patch.creates or pristine is None:
@@ -162,7 +162,7 @@ def apply_patch(pristine: bytes | None, patch: Patch) -> bytes:
 def unapply_patch(patched: bytes, patch: Patch) -> bytes | None:
     """Return the bytes that `patch` was applied to, None if there was no file.
 
-    Raises HunkConflictError where `patched` is not what applying the patch gives.
+    Raises HunkConflictError where `patched` is not a result of the patch.
     """
     if patch.creates:
         if patched != b"".join(patch.hunks[0].new):
@@ -183,7 +183,7 @@ class PatchRef:
 
     @property
     def name(self) -> str:
-        """``0.5.9/srt/managers/scheduler.py.patch``."""
+        """The path below the patch folder, such as ``0.5.9/srt/managers/scheduler.py.patch``."""
         return f"{self.baseline}/{self.path}{_PATCH}"
 
     def read_text(self) -> str:
@@ -191,7 +191,7 @@ class PatchRef:
         return self.file.read_bytes().decode()
 
     def read(self) -> Patch:
-        """Read it; raises PatchDataError where it does not read as a patch of this file."""
+        """Parse the patch file; raises PatchDataError where it is malformed or patches another file."""
         patch = parse_patch(self.read_text(), source=self.name)
         if patch.path != self.path:
             raise PatchDataError(f"{self.name} patches {patch.path}, not the file it is named for")
@@ -200,10 +200,10 @@ class PatchRef:
 
 @dataclass(frozen=True)
 class PatchTree:
-    """Every baseline."""
+    """The patches of every baseline."""
 
     root: Path
-    #: Baseline → file → its patch, or None where the baseline drops it. Oldest baseline first.
+    #: Baseline → patched file → its patch, or None where the baseline drops the patch. Oldest baseline first.
     baselines: dict[str, dict[str, PatchRef | None]]
 
     @classmethod
@@ -224,7 +224,7 @@ class PatchTree:
         return cls(root, baselines)
 
     def resolve(self, release: str) -> dict[str, PatchRef]:
-        """Return the patch of each file that `release` gets one for, by path in order."""
+        """Return path → patch for each file that is patched in `release`, in the order of the paths."""
         chosen: dict[str, PatchRef | None] = {}
         for baseline, patches in self.baselines.items():
             if release_key(baseline) <= release_key(release):
@@ -249,7 +249,7 @@ def find_patch_root() -> Path:
 
 
 def is_release(version: str) -> bool:
-    """Return whether `version` is a final or post release without a local part."""
+    """Say whether `version` is a final or post release without a local part."""
     try:
         parsed = Version(version)
     except InvalidVersion:
@@ -273,7 +273,7 @@ def base_release(version: str) -> str:
 
 @dataclass(frozen=True)
 class LockedFile:
-    """One file of one release."""
+    """A patched file of one release."""
 
     pristine: str | None  # sha256 of upstream's bytes, None where upstream has no such file
     patch: str  # name of the patch, below the patch folder
@@ -285,7 +285,7 @@ class LockedRelease:
     """One supported release."""
 
     wheels: dict[str, str]  # file name of an upstream wheel → its sha256
-    files: dict[str, LockedFile]  # path below the package → what is known of it
+    files: dict[str, LockedFile]  # path below the package → its hashes and patch
 
 
 @dataclass(frozen=True)
@@ -295,11 +295,11 @@ class Lock:
     releases: dict[str, LockedRelease]
 
     def find(self, version: str) -> LockedRelease | None:
-        """Return what is known of the release that `version` is a build of, if supported."""
+        """Return the entry of the release that `version` is a build of; None where it is not supported."""
         return self.releases.get(base_release(version))
 
     def require(self, version: str) -> LockedRelease:
-        """Return what is known of the release that `version` is a build of; raises RefusedError for any other."""
+        """Return the entry of the release that `version` is a build of; raises RefusedError where it has none."""
         locked = self.find(version)
         if locked is None:
             raise RefusedError(
@@ -309,12 +309,12 @@ class Lock:
         return locked
 
     def supported_range(self) -> str:
-        """Return ``19 releases, 0.5.9 to 0.5.23``."""
+        """Return the supported releases as a text such as ``19 releases, 0.5.9 to 0.5.23``."""
         names = list(self.releases)
         return f"{len(names)} releases, {names[0]} to {names[-1]}" if names else "no releases"
 
     def dump(self) -> bytes:
-        """Return the one spelling of the lock."""
+        """Return the bytes of the lock's file; equal locks have equal bytes."""
         releases = {release: asdict(self.releases[release]) for release in sorted(self.releases, key=release_key)}
         return (json.dumps({"schema_version": _SCHEMA_VERSION, "releases": releases}, indent=1) + "\n").encode()
 
@@ -345,7 +345,7 @@ def load_lock(root: Path | None = None) -> Lock:
 def patch_files(
     release: str, locked: LockedRelease, patches: PatchTree, pristine: Mapping[str, bytes | None]
 ) -> dict[str, bytes]:
-    """Return the patched bytes of each file of a release, by its path below the package, as `pristine` is.
+    """Return the patched bytes of each patched file of a release; like `pristine`, by path below the package.
 
     Raises PatchDataError where a patch does not give what the lock says.
     """

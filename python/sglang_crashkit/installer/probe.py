@@ -1,6 +1,6 @@
-"""Say where a python finds SGLang, which is not imported, and whether it can import the kit. Runs in that python.
+"""Print where a python finds SGLang, without importing it, and whether it can import the kit. Runs in that python.
 
-Its text is passed with ``-c``, so it stands alone. Arguments: the kit's functions that the patches call.
+This file's text is passed with ``-c``, so it needs only the standard library. Arguments: what the patches call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def find_sglang() -> dict[str, object]:
-    """Return what the metadata and the import system say of SGLang."""
+    """Return where the metadata and the import system find SGLang, its version, and whether it is editable."""
     found: list[Path] = []
     for entry in sys.path:
         for path in sorted(Path(entry).glob("[Ss][Gg][Ll][Aa][Nn][Gg]-*.dist-info")):
@@ -45,7 +45,7 @@ def find_kit(functions: list[str]) -> dict[str, object] | None:
     except ImportError:
         return None
     if kit.__file__ is None:
-        # What an uninstalled kit left behind counts as a package of no files.
+        # Folders that an uninstalled kit left behind are imported as a namespace package.
         return None
     missing: dict[str, str] = {}
     for name in functions:
@@ -59,7 +59,7 @@ def find_kit(functions: list[str]) -> dict[str, object] | None:
 
 
 def main() -> None:
-    """Print the answer as one line of JSON after whatever start-up files print."""
+    """Print the answer as one line of JSON, on the last line: start-up files of that python may print before it."""
     if sys.path and not sys.path[0]:
         del sys.path[0]  # with -c it is the working directory, where a server need not run
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)

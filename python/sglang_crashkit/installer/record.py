@@ -1,4 +1,4 @@
-"""RECORD, the list of an installation's files: rows that are not touched keep every byte."""
+"""RECORD, the list of an installation's files: rows that do not change keep every byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def format_row(path: str, data: bytes | None, *, end: str = "\n") -> str:
 
 
 def read_rows(record: bytes, *, source: str) -> list[tuple[str, str]]:
-    """Return the path and the line of each row; joined, the lines are the record; raises RefusedError for another."""
+    """Return (path, line) of each row; the lines joined are the record; raises RefusedError where it is malformed."""
     try:
         lines = [line.decode() for line in split_lines(record)]
         return [(next(csv.reader([line], strict=True))[0], line) for line in lines]
@@ -32,15 +32,15 @@ def read_rows(record: bytes, *, source: str) -> list[tuple[str, str]]:
 
 
 def rewrite_record(record: bytes, contents: Mapping[str, bytes | None], own: Sequence[str], *, source: str) -> bytes:
-    """Return a RECORD that describes other contents; raises what `read_rows` does.
+    """Return a RECORD with the hashes and sizes of other contents; raises what `read_rows` does.
 
     Args:
-        record: its bytes.
-        contents: path → bytes, None for a row without hash and size. Of upstream's files, a row without a hash stays
-            so, and so does a file without a row.
-        own: the paths of the kit's own files. The rows of those with contents go ahead of all others, so that the last
-            row keeps its line end, or the lack of it; those of the others go.
-        source: its name, for errors.
+        record: the bytes of the RECORD.
+        contents: path → bytes, None for a row without hash and size. A row of upstream's without a hash stays without
+            one, and upstream's file without a row gets none.
+        own: the paths of the kit's own files. Those with contents get rows ahead of all others, so that the last row
+            keeps its line end, or the lack of one; the rows of the others are removed.
+        source: the name of the RECORD, for errors.
     """
     rows = read_rows(record, source=source)
     end = "\r\n" if rows and rows[0][1].endswith("\r\n") else "\n"

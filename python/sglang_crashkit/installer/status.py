@@ -1,9 +1,9 @@
-"""What an installed SGLang is: each file pristine, patched or foreign by its hash; and what to run next.
+"""The state of an installed SGLang: each file pristine, patched or foreign by its hash; and what to run next.
 
-The manifest in SGLang's dist-info folder holds, for each patched file, the sha256 before and after and the patch
-itself. So a later kit with other patches knows the files of this one and can give upstream's bytes back. While files
-are being replaced, the manifest has what each may be, before and after. RECORD lists it, so that ``pip uninstall``
-takes it along.
+The manifest in SGLang's dist-info folder holds, for each patched file, the sha256 before and after, and the patch. So a
+later kit with other patches recognizes the files of this one and can restore upstream's bytes. While files are being
+replaced, the manifest lists every sha256 that each file may have. RECORD lists the manifest, so that ``pip uninstall``
+removes it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from sglang_crashkit.installer.patches import (
     unapply_patch,
 )
 
-#: In the dist-info folder.
+#: Name of the manifest, in the dist-info folder.
 MANIFEST_NAME = "sglang-crashkit.json"
 APPLYING, APPLIED, REVERTING = "applying", "applied", "reverting"
-#: Who patched: the command, or the build of a patched wheel.
+#: What patched the files: the command, or the build of a patched wheel.
 BY_COMMAND, BY_WHEEL = "apply", "wheel"
 
 _SCHEMA_VERSION = 2
 
 
 class State(Enum):
-    """What a file is, by its hash, or the whole installation, by its files and the manifest."""
+    """The state of a file, by its hash, or of the whole installation, by its files and the manifest."""
 
     PRISTINE = "pristine"
     PATCHED = "patched"
@@ -48,7 +48,7 @@ class State(Enum):
     #: Neither upstream's nor the kit's.
     FOREIGN = "foreign"
     MISSING = "missing"
-    #: Of an installation only: a change was cut off, or its release is not supported.
+    #: The next two are of an installation only: a change was cut off, or the release is not supported.
     INTERRUPTED = "interrupted"
     UNSUPPORTED = "unsupported"
 
@@ -58,7 +58,7 @@ class PatchedFile:
     """One file of the package."""
 
     pristine: str | None  # sha256 of upstream's bytes, None where upstream has no such file
-    patched: dict[str, str]  # sha256 that the kit gave it → the text of the patch that did, empty where it is not known
+    patched: dict[str, str]  # sha256 after a patch → the text of that patch, empty where it is not known
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Manifest:
     by: str
     kit_version: str
     release: str
-    files: dict[str, PatchedFile]  # path below the package → what it may be
+    files: dict[str, PatchedFile]  # path below the package → the hashes that it may have
 
     def dump(self) -> bytes:
-        """Return it as a file's bytes."""
+        """Return the bytes of the manifest's file."""
         return (json.dumps({"schema_version": _SCHEMA_VERSION, **asdict(self)}, indent=1) + "\n").encode()
 
 
@@ -112,7 +112,7 @@ class Tree:
 
     @property
     def overall(self) -> State:
-        """The one word for it."""
+        """The state of the installation as a whole."""
         states = set(self.files.values())
         if State.FOREIGN in states:
             return State.FOREIGN
@@ -145,7 +145,7 @@ class Tree:
     def pristine_bytes(self, path: str, patches: PatchTree) -> bytes | None:
         """Return upstream's bytes of the file at `path`, None where upstream has none.
 
-        Raises RefusedError where neither has the sha256 that upstream's has.
+        Raises RefusedError where the bytes found, or those with the patch taken out, do not have upstream's sha256.
         """
         current = self.contents[path]
         if self.files[path] is State.PRISTINE:
@@ -167,7 +167,7 @@ class Tree:
 
     @property
     def next_step(self) -> str | None:
-        """The command to run next, None where nothing is to do."""
+        """The command to run next, None where there is nothing to do."""
         environment, overall = self.environment, self.overall
         if overall in (State.FOREIGN, State.MISSING):
             return environment.reinstall
@@ -182,7 +182,7 @@ class Tree:
         return None if overall is State.PATCHED else f"sglang-crashkit apply --python {environment.python}"
 
     def to_json(self, lock: Lock) -> dict[str, object]:
-        """Return it for ``--json``."""
+        """Return the state for ``--json``."""
         environment, manifest = self.environment, self.manifest
         return {
             "schema_version": 1,
@@ -202,7 +202,7 @@ class Tree:
         }
 
     def lines(self, lock: Lock) -> Iterator[str]:
-        """Yield the lines for a person."""
+        """Yield the lines of ``status`` for a person."""
         environment, kit = self.environment, self.environment.kit
         supported = "supported" if self.locked else f"not supported; supported are {lock.supported_range()}"
         other = "" if kit is None or kit.version == __version__ else ", another one"
@@ -233,7 +233,7 @@ class Tree:
 def read_tree(environment: Environment, locked: LockedRelease | None) -> Tree:
     """Read and hash the files that the lock or the manifest names.
 
-    Raises RefusedError where the manifest does not read as one, CrashkitError where a file cannot be read.
+    Raises RefusedError where the manifest is malformed, CrashkitError where a file cannot be read.
     """
     try:
         manifest = load_manifest(environment.dist_info, reinstall=environment.reinstall)

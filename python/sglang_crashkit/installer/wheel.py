@@ -1,9 +1,9 @@
-"""Build a patched wheel from upstream's, and the kit's own wheel; both have the same bytes on a second build.
+"""Build a patched wheel from upstream's, and the kit's own wheel; a second build gives the same bytes.
 
-Of upstream's only the patched files and the metadata differ: tags, compiled extensions and permission bits are kept.
-The version gets the local part ``+crashkit.VERSION``, which a requirement of ``sglang==RELEASE`` still accepts.
+A patched wheel differs from upstream's in the patched files and the metadata only: tags, compiled extensions and
+permission bits stay. Its version has the local part ``+crashkit.VERSION``, which ``sglang==RELEASE`` still accepts.
 
-Upstream's wheels are kept in ``$XDG_CACHE_HOME/sglang-crashkit/wheels``, by default below ``~/.cache``.
+Upstream's wheels are cached in ``$XDG_CACHE_HOME/sglang-crashkit/wheels``, by default below ``~/.cache``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sglang_crashkit.installer.patches import Lock, PatchTree, find_patch_root, 
 from sglang_crashkit.installer.record import format_row, read_rows
 from sglang_crashkit.installer.status import APPLIED, BY_WHEEL, MANIFEST_NAME, Manifest, PatchedFile, hash_or_none
 
-#: Seconds for one download; the largest wheels are about 40 MB.
+#: Most seconds for one download; the largest wheels are about 40 MB.
 _DOWNLOAD_SECS = 900.0
 _KIT = "sglang_crashkit"
 _KIT_WHEEL = b"Wheel-Version: 1.0\nGenerator: sglang-crashkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _VERSION_LINE = re.compile(rb"^Version: (.*)$", re.MULTILINE)
-#: The earliest time that a zip archive can hold, and its number for Unix.
+#: The earliest time that a zip archive can hold, and the number for Unix in its ``create_system`` field.
 _TIME, _UNIX = (1980, 1, 1, 0, 0, 0), 3
 
 
@@ -48,7 +48,7 @@ class Member:
 
 
 def release_of(wheel: Path) -> str:
-    """Return the release that `wheel` is of, by its name, ``sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl``.
+    """Return the release of a `wheel` named like ``sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl``.
 
     Raises:
         RefusedError: it is not named like a wheel of SGLang as upstream builds it.
@@ -61,7 +61,7 @@ def release_of(wheel: Path) -> str:
 
 
 def _fits(wheel: Path, python_tag: str | None) -> bool:
-    """Return whether a python with `python_tag` can install it; None stands for any python."""
+    """Say whether a python with `python_tag` can install the wheel; None stands for any python."""
     try:
         tags = parse_wheel_filename(wheel.name)[3]
     except InvalidWheelFilename:
@@ -85,8 +85,8 @@ def check_wheel(wheel: Path, known: Mapping[str, str]) -> None:
 def find_wheel(release: str, known: Mapping[str, str], *, download: bool, python_tag: str | None = None) -> Path:
     """Return a wheel of `release`: one that `known` (file name → sha256, from the lock) names, else any in the cache.
 
-    `python_tag` is ``cp311`` for a python that must be able to install it. With `download` this python's pip fetches
-    the one that fits this python where the cache has none.
+    `python_tag`, such as ``cp311``, is that of a python that must be able to install the wheel. Where the cache has no
+    such wheel, `download` has this python's pip fetch the one that fits this python.
 
     Raises:
         NothingToDoError: the cache has none and `download` is false.
@@ -127,9 +127,9 @@ def patched_version(release: str) -> str:
 
 
 def install_command(folder: Path, release: str) -> str:
-    """Return the shell command that installs the patched wheel of `release` from `folder`, and shows that it did.
+    """Return the shell command that installs the patched wheel of `release` from `folder`, and then shows the status.
 
-    It names the whole version: what is installed as ``0.5.23`` satisfies ``sglang==0.5.23`` and would stay.
+    It names the whole version: an installed ``0.5.23`` satisfies ``sglang==0.5.23``, and pip would leave it there.
     """
     wanted = f"sglang=={patched_version(release)}"
     return f"pip install --find-links {shlex.quote(str(folder))} {wanted} && sglang-crashkit status"
@@ -175,9 +175,9 @@ def build_patched_wheel(wheel: Path, out: Path, patches: PatchTree, lock: Lock) 
 
 
 def build_kit_wheel(out: Path) -> Path:
-    """Write the wheel of the kit that runs, installed or in a checkout, into the folder `out`, without a build backend.
+    """Write the wheel of the running kit, installed or in a checkout, into the folder `out`, without a build backend.
 
-    Raises RefusedError where the kit has no metadata, or that of another version, and OSError.
+    Raises RefusedError where the kit has no metadata, or metadata of another version, and OSError.
     """
     dist_info = f"{_KIT}-{__version__}.dist-info"
     package = Path(__file__).resolve().parents[1]
@@ -194,7 +194,7 @@ def build_kit_wheel(out: Path) -> Path:
     members = _files_below(package, _KIT, without="patches") + _files_below(find_patch_root(), f"{_KIT}/patches")
     for path in sorted(distribution.files or [], key=str):
         folder, *rest = path.parts
-        # Without what the kit's installer added.
+        # Files that the installer of the kit added are left out.
         if folder == dist_info and rest and rest[0] in ("METADATA", "entry_points.txt", "licenses"):
             members.append(Member("/".join(path.parts), Path(str(distribution.locate_file(path))).read_bytes()))
     members.append(Member(f"{dist_info}/WHEEL", _KIT_WHEEL))
@@ -225,7 +225,7 @@ def _write_wheel(target: Path, members: list[Member], dist_info: str, record_mod
 
 
 def _read_members(wheel: Path, dist_info: str) -> dict[str, Member]:
-    """Return the files of `wheel` by name, each as the wheel's own RECORD says."""
+    """Return the files of `wheel` by name; raises RefusedError where one differs from the wheel's own RECORD."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             infos = [info for info in archive.infolist() if not info.is_dir()]

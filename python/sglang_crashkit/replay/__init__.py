@@ -1,1 +1,1 @@
-"""Send the requests of an incident again, and find the smallest that bring its fault back."""
+"""Send the requests of an incident again, and find the fewest that reproduce its fault."""

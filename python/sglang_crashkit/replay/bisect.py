@@ -1,4 +1,4 @@
-"""Find which requests of an incident bring its fault back, and prove it on servers of one's own."""
+"""Find which requests of an incident reproduce its fault, and prove it on servers that the kit starts for it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sglang_crashkit.replay.server import OwnServer
 
 T = TypeVar("T")
 REPRODUCER, SCRIPT = "reproducer.json", "reproduce.sh"
-#: Requests bring a fault back where they do so on this many new servers, each time after others that did no harm; so
-#: many of the incident's other requests, that were answered, are sent before.
+#: New servers on each of which the found requests have to reproduce the fault, after other requests that did not; and
+#: the most answered requests of the incident that are sent as those others.
 _PROOFS, _CONTROLS = 2, 8
-#: So often all of them are tried before the fault counts as not reproduced.
+#: How often all requests are tried before the fault counts as not reproduced.
 _TRIES = 3
 _PROMPTS, _SAMPLING = ("text", "input_ids", "input_embeds"), "sampling_params"
 _STAND_IN = "a"  # in the place of a prompt
@@ -32,10 +32,10 @@ _HARMLESS = StoredRequest("control", 0.0, False, {"text": _STAND_IN, _SAMPLING: 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the requests are looked for."""
+    """How the requests are searched for."""
 
-    command: list[str]  # the words of the command that serves
-    folder: Path  # where everything goes
+    command: list[str]  # the words of the command that starts a server
+    folder: Path  # folder for logs, crash folders and the result
     max_starts: int = 30  # how many servers are started at most
     ready_secs: float = 900.0  # the longest that a server may take to start, in seconds
     request_secs: float = 300.0  # the longest that an answer may take, in seconds
@@ -43,20 +43,20 @@ class Plan:
 
 @dataclass
 class Result:
-    """What was found."""
+    """The result of the search."""
 
     incident: str  # the incident's id
     fault: str  # how its server failed
-    #: Whether the same fault came back by `requests` on each of `_PROOFS` new servers, and by others before on none.
+    #: Whether `requests` reproduced the fault on each of `_PROOFS` new servers, and the others before them on none.
     reproduced: bool = False
-    reason: str = ""  # why not; empty otherwise
+    reason: str = ""  # why it was not reproduced; empty otherwise
     starts: int = 0  # how many servers were started
     rids: list[str] = field(default_factory=list)  # the ids of the requests that were found
-    requests: list[dict[str, Any]] = field(default_factory=list)  # the bodies to be sent, all at once
-    parameters: list[str] = field(default_factory=list)  # which parameters the only one takes
-    needs_prompt: bool = True  # it takes the prompt of the only one, too
-    left_out: list[str] = field(default_factory=list)  # what of them could not be sent as it came, a sentence each
-    path: str = "/generate"  # where they are sent
+    requests: list[dict[str, Any]] = field(default_factory=list)  # the bodies to send, all at once
+    parameters: list[str] = field(default_factory=list)  # parameters that a single request needs to fail
+    needs_prompt: bool = True  # whether a single request needs its own prompt to fail
+    left_out: list[str] = field(default_factory=list)  # a sentence for each request that is not kept in full
+    path: str = "/generate"  # path of the URL that they are sent to
 
 
 class BudgetSpentError(CrashkitError):
@@ -64,7 +64,7 @@ class BudgetSpentError(CrashkitError):
 
 
 def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = lambda _line: None) -> Result:
-    """Find the fewest requests that bring the fault of a finished incident back, and write them to the plan's folder.
+    """Find the fewest requests that reproduce the fault of a finished incident, and write them to the plan's folder.
 
     `say` is called with a line for each step.
 
@@ -76,7 +76,7 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     result.left_out = [f"request {one.rid}: {', '.join(one.lacks)} is not kept" for one in stored if one.lacks]
     trials = _Trials(incident.incident, plan, say)
     try:
-        _find(trials, [_as_far_as_kept(one) for one in stored if one.body], result)
+        _find(trials, [_sendable(one) for one in stored if one.body], result)
     except BudgetSpentError as error:
         result.reason = error.message
     finally:
@@ -85,7 +85,7 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
         if result.requests:
             write_json(plan.folder / REPRODUCER, asdict(result))
             send = f"curl -sS --data-binary @- -H 'Content-Type: application/json' \"$1{result.path}\" &"
-            # On its standard input: an argument holds 128 KiB.
+            # curl reads the body from its standard input: an argument holds at most 128 KiB.
             bodies = [f"printf '%s' {shlex.quote(json.dumps(body))} | {send}" for body in result.requests]
             usage = ': "${1:?usage: reproduce.sh http://HOST:PORT}"'
             script = plan.folder / SCRIPT
@@ -96,7 +96,7 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
 
 def _find(trials: _Trials, items: Sequence[StoredRequest], result: Result) -> None:
     suspected = [one.rid for one in trials.incident.suspects]
-    # What is innocent costs no start of a server, and those that are suspected are few.
+    # Each suspect is tried alone first: there are few, and a request that does no harm costs no new server.
     if not items:
         result.reason = "the incident has no request that can be sent"
         return
@@ -117,7 +117,7 @@ def _find(trials: _Trials, items: Sequence[StoredRequest], result: Result) -> No
     answered = [one for one in items if not one.was_running and one.rid not in result.rids]
     for _number in range(_PROOFS):
         trials.renew()
-        # A fault that comes by time or by load comes with any requests.
+        # A fault that depends on time or load comes back with any requests.
         if trials.brings_back([*answered[:_CONTROLS], _HARMLESS]):
             result.reason = "others bring it back, too, so it is not due to one request; it depends on time or on load"
             return
@@ -128,7 +128,7 @@ def _find(trials: _Trials, items: Sequence[StoredRequest], result: Result) -> No
 
 
 def minimize(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return a part of `items`, which fail together, that fails and of which no smaller part was seen to.
+    """Return a part of `items`, which fail together, that still fails; no smaller part of it that was tried fails.
 
     This is delta debugging (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002).
     """
@@ -148,7 +148,7 @@ def minimize(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T
 
 
 def _reduce(request: StoredRequest, trials: _Trials, result: Result) -> StoredRequest:
-    """Take from a request the parameters and the prompt without which it still brings the fault back."""
+    """Remove from a request the parameters, and the prompt, without which it still reproduces the fault."""
 
     def fails(body: Mapping[str, Any]) -> bool:
         return trials.fails([replace(request, body=body)])
@@ -156,7 +156,7 @@ def _reduce(request: StoredRequest, trials: _Trials, result: Result) -> StoredRe
     body = _fewest(request.body, (*_PROMPTS, _SAMPLING), fails)
     sampling = body.pop(_SAMPLING, None)
     if isinstance(sampling, dict):
-        # Without that one it may take long.
+        # max_new_tokens stays: without it a request may take long.
         sampling = _fewest(sampling, ("max_new_tokens",), lambda some: fails({**body, _SAMPLING: some}))
         body |= {_SAMPLING: sampling} if sampling else {}
         result.parameters = [f"{_SAMPLING}.{name}" for name in sampling if name != "max_new_tokens"]
@@ -169,7 +169,7 @@ def _reduce(request: StoredRequest, trials: _Trials, result: Result) -> StoredRe
 def _fewest(
     fields: Mapping[str, Any], always: Sequence[str], fails: Callable[[Mapping[str, Any]], bool]
 ) -> dict[str, Any]:
-    """Return the fewest of some fields, those of `always` among them, with which a request fails."""
+    """Return the fewest of `fields` with which a request fails; those named in `always` stay."""
 
     def kept(names: Sequence[str]) -> dict[str, Any]:
         return {name: value for name, value in fields.items() if name in names or name in always}
@@ -178,8 +178,8 @@ def _fewest(
     return kept(()) if fails(kept(())) else kept(minimize(names, lambda some: fails(kept(some))))
 
 
-def _as_far_as_kept(request: StoredRequest) -> StoredRequest:
-    """Return a request as it can be sent to another server, which has no sessions; with a prompt in any case."""
+def _sendable(request: StoredRequest) -> StoredRequest:
+    """Return a request that another server, which has no sessions, can answer; a lost prompt gets a stand-in."""
     body = {name: value for name, value in request.body.items() if name != "session_params"}
     if "text" not in body and "input_ids" not in body:
         body = {name: value for name, value in body.items() if name not in _PROMPTS} | {"text": _STAND_IN}
@@ -187,37 +187,37 @@ def _as_far_as_kept(request: StoredRequest) -> StoredRequest:
 
 
 class _Trials:
-    """Sends groups of requests to servers of one's own, one after the other for as long as a server survives them."""
+    """Sends groups of requests, one after the other, to a server that it starts; a failed server is replaced."""
 
     def __init__(self, incident: Incident, plan: Plan, say: Callable[[str], object]) -> None:
-        self.incident = incident  # the incident whose fault is looked for
+        self.incident = incident  # the incident whose fault is to come back
         self.starts = 0  # how many servers were started
-        self.outcome = ""  # what the last group came to, in words
+        self.outcome = ""  # result of the last group, in words
         self._plan, self._say = plan, say
         self._server: OwnServer | None = None
         self._known: dict[str, bool] = {}
 
     def fails(self, group: Sequence[StoredRequest]) -> bool:
-        """Say whether a group brings the fault back; one that was tried is not tried again; see `_start`."""
+        """Say whether a group reproduces the fault; each group is tried only once; raises what `_start` raises."""
         key = json.dumps([dict(one.body) for one in group], sort_keys=True)
         if key not in self._known:
             self._known[key] = self.brings_back(group)
         return self._known[key]
 
     def renew(self) -> None:
-        """Have another server, and try those again that did not fail: a fault may not come every time."""
+        """Use a new server, and forget the groups that did not fail: a fault may not come every time."""
         self._known = {key: True for key, fails in self._known.items() if fails}
         self.close()
 
     def close(self) -> None:
         """End the server that runs."""
         if self._server is not None:
-            # It is known until it has ended, for an interrupt may cut this.
+            # Forget the server only after it has ended, because an interrupt may come before that.
             self._server.end()
             self._server = None
 
     def brings_back(self, group: Sequence[StoredRequest]) -> bool:
-        """Send a group, and say whether the fault comes back; see `fails`."""
+        """Send a group, also one that was tried, and say whether the fault comes back; see `fails`."""
         server = self._server or self._start()
         tried = server.try_requests(group, self.incident, self._plan.request_secs)
         self.outcome = tried.outcome

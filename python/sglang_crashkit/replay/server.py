@@ -1,4 +1,4 @@
-"""Requests are sent to a server, as many at once as were under way; and a server of one's own, to be broken by them."""
+"""Send requests to a server, as many at once as were under way; and start a server that they may break."""
 
 from __future__ import annotations
 
@@ -29,43 +29,43 @@ from sglang_crashkit.kernel.server_address import Address, holders_of, listening
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.settings import unpublished
 
-#: All in seconds. A server that is asked to end has done so by then; it has so long to write an incident; one that
-#: answered everything and is about to fail does so by then.
+#: In seconds: within which a server that is asked to end has ended; that it has to write an incident; and within which
+#: a server that answered everything fails, if it is about to.
 _END_SECS, INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 1.0
 _LOOK_SECS, _POLL_SECS, _HEALTH_SECS = 0.1, 0.05, 5.0
-#: So much of an answer is read at once, and kept of one that refuses, in bytes.
+#: Bytes of an answer that are read at once, and that are kept of an answer that refuses.
 _CHUNK, _MAX_PROBLEM = 1 << 16, 500
-#: No more requests are under way at once: each has a thread and a descriptor.
+#: Most requests under way at once: each has a thread and a descriptor.
 _MAX_AT_ONCE = 512
-#: Requests that are replayed keep their distances, but for longer ones than this, in seconds.
+#: Replayed requests keep the time between them, but for at most this many seconds.
 MAX_GAP_SECS = 1.0
-#: So often it is started at most: another program may take a port, or memory, that it needs.
+#: How often a server is started at most: another program may take a port, or memory, that it needs.
 _MAX_STARTS = 3
-#: Below the ports that the kernel gives to clients, and with room above for those that SGLang derives: gRPC's is 10,000
-#: above the server's, and one beyond 65,535 ends the launch.
+#: Ports below those that the kernel gives to clients, with room above for those that SGLang derives: the port of gRPC
+#: is the server's plus 10,000, and a port beyond 65,535 ends the launch.
 _PORTS, _MAX_PORTS_TRIED = range(20_000, 30_000), 100
 _HOST = "127.0.0.1"
-#: What the command says of these is about another server, which must not be reached, nor its secrets be kept here.
+#: Options that are taken out of the command: they name another server, which must not be reached, and its secrets.
 _REPLACED = frozenset(
     {
         *("--port", "--host", "--crash-dump-folder", "--api-key", "--admin-api-key"),
         *("--ssl-certfile", "--ssl-keyfile", "--ssl-keyfile-password", "--ssl-ca-certs"),
     }
 )
-#: A program that ends the process group it is given where its standard input ends without a word: SIGKILL of the
-#: process that started a server leaves no other to end it.
+#: A program that kills the process group in its argument when its standard input ends without data: SIGKILL of the
+#: process that started a server leaves no other process to end the server.
 _WATCH = "import os, signal, sys; os.read(0, 1) or os.killpg(int(sys.argv[1]), signal.SIGKILL)"
-#: Kinds of incidents that are no failure of the server's own.
+#: Kinds of incidents that are no failure of the server itself.
 _NO_FAILURE = frozenset({"peer_lost", "snapshot"})
 
 
 @dataclass
 class Answer:
-    """What came of a request."""
+    """The answer to a request, or why there is none."""
 
-    rid: str  # its id
+    rid: str  # the request's id
     status: int | None = None  # the HTTP status; None where there was no answer
-    problem: str = ""  # why there was no answer, or what the server has against it; empty otherwise
+    problem: str = ""  # why there was no answer, or why the server refuses the request; empty otherwise
     secs: float = 0.0  # how long it took, in seconds
 
     @property
@@ -81,9 +81,9 @@ def send(
     path: str = "/generate",
     is_meant: Callable[[], bool] = lambda: True,
 ) -> Answer:
-    """Send one request and read its answer, which is thrown away, to the end, which comes within `timeout_secs`.
+    """Send one request and read its answer to the end, within `timeout_secs`; the text of a good answer is dropped.
 
-    Nothing is sent unless, once the connection is made, the server that listens at the address `is_meant`.
+    Nothing is sent unless `is_meant` holds for the server that listens at the address, once it is connected.
     """
     answer, began = Answer(str(body.get("rid"))), time.monotonic()
     headers = {"Content-Type": "application/json"}
@@ -123,10 +123,10 @@ def send_all(
     is_over: Callable[[], bool] = lambda: False,
     is_meant: Callable[[], bool] = lambda: True,
 ) -> list[Answer]:
-    """Send requests in their order, without waiting for the answers of those before, and return what was answered.
+    """Send requests in their order, without waiting for earlier answers, and return the answers that came.
 
-    They are sent as far apart as they arrived, but no further than `max_gap_secs`. Nothing is waited for once
-    `is_over`, as the server has ended; for `is_meant` see `send`.
+    They are sent as far apart in time as they arrived, but at most `max_gap_secs` seconds. Answers are no longer waited
+    for once `is_over`, such as when the server has ended; for `is_meant` see `send`.
     """
     answers: list[Answer] = []
 
@@ -145,7 +145,7 @@ def send_all(
         while not free.acquire(timeout=_POLL_SECS):
             if is_over():
                 return [*answers]
-        # A request that is stuck must not keep this process.
+        # A daemon thread, so that a stuck request does not keep this process from ending.
         threads.append(threading.Thread(target=ask, args=(request,), daemon=True))
         threads[-1].start()
     for thread in threads:
@@ -156,25 +156,25 @@ def send_all(
 
 @dataclass
 class Tried:
-    """What came of requests that were sent to a server."""
+    """The result of requests that were sent to a server."""
 
     answers: list[Answer]
-    outcome: str  # in words
-    incident: StoredIncident | None  # that the server wrote of its failure
-    is_same: bool  # its fault is the one that was looked for
+    outcome: str  # the result in words
+    incident: StoredIncident | None  # the incident that the server wrote of its failure
+    is_same: bool  # whether that incident has the same fault as the given one
     serves_on: bool
 
 
 class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
     """Runs a server from `start` to `end`.
 
-    It listens at a free port of the loopback address, and has a crash folder of its own and no API key, whatever the
-    command says of these. Its logs and crash folders go to `folder`.
+    The server listens at a free port of the loopback address, has a crash folder of its own and no API key; the
+    command's options for these are ignored. Its logs and crash folders go to `folder`.
     """
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self.folder = folder
-        self.address = Address("http", _HOST, 0)  # where it answers, once it is started
+        self.address = Address("http", _HOST, 0)  # its address, once it is started
         self._command, skip = list[str](), False
         for word in command:
             name, equals, _value = word.partition("=")
@@ -185,18 +185,18 @@ class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
         self._popen: subprocess.Popen[bytes] | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
         self._sockets: set[str] = set()
-        # An exception that a signal raises in the main thread cannot come between the start and what is known of it.
+        # Starts the server in a thread, where no signal's exception can come between Popen and the attribute it sets.
         self._launcher = ThreadPoolExecutor(1)
 
     def start(self, ready_secs: float, say: Callable[[str], object] = lambda _line: None) -> None:
-        """Start it and wait until it serves; one that ends before that is started again, a few times, which is said.
+        """Start the server and wait until it serves; start it again, a few times, if it ends before; `say` reports it.
 
         Raises:
             CrashkitError: it cannot be started, ended each time, or is not ready in time.
         """
         make_private_folder(self.folder)
         for number in range(1, _MAX_STARTS + 1):
-            # What an earlier run left is no failure of this server.
+            # A new folder, so that incidents of an earlier run do not count as failures of this server.
             self._crash_folder = Path(tempfile.mkdtemp(prefix=f"crash-{number}-", dir=self.folder))
             log = self.folder / f"server-{number}.log"
             self.address = Address("http", _HOST, _free_port())
@@ -230,7 +230,7 @@ class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
         self._watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
 
     def _wait_ready(self, ready_secs: float, log: Path) -> str:
-        """Wait until it serves, and return why it does not; empty where it does."""
+        """Wait until the server serves, and return why it does not; empty where it does."""
         deadline = time.monotonic() + ready_secs
         while time.monotonic() < deadline:
             if self.has_ended:
@@ -246,23 +246,23 @@ class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
         raise CrashkitError(f"the server was not ready within {ready_secs:g} s", next_step=f"read {log}")
 
     def is_listening(self) -> bool | None:
-        """Say whether what listens at its port is this server, and nothing else; None where nothing does."""
+        """Say whether only this server listens at its port; None where no process does."""
         found, popen = listening_at(self.address.port), self._popen
         if found and found != self._sockets and popen is not None:
-            # Seldom: a socket that listens is its holder's until it is closed.
+            # Looked up only when the sockets change: a listening socket has the same holder until it is closed.
             held = holders_of(found, procfs.TreeScanner(popen.pid).scan())
             self._sockets = found if found == held.keys() else set()
         return found == self._sockets if found else None
 
     @property
     def has_ended(self) -> bool:
-        """Whether its main process has ended."""
+        """Whether the server's main process has ended."""
         return self._popen is None or self._popen.poll() is not None
 
     def try_requests(
         self, requests: Sequence[StoredRequest], incident: Incident, secs: float, max_gap_secs: float = 0.0
     ) -> Tried:
-        """Send requests, each of which may take `secs`, and say whether it fails as an incident tells."""
+        """Send requests, each for up to `secs` seconds, and say whether the server fails as in the incident."""
         answers = send_all(
             self.address,
             requests,
@@ -290,19 +290,19 @@ class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
         return [one for one in found if (name := parse_name(one.name)) and name.kind not in _NO_FAILURE]
 
     def _wait_failure(self, *, is_lost: bool) -> StoredIncident | None:
-        """Return the oldest incident of a failure, once it is whole; None if absent."""
+        """Return the oldest incident of a failure, once it is finished; None where there is none in time."""
         began = time.monotonic()
         while True:
             failures = self._failures()
             whole = [one for one in failures if one.finished and one.document is not None]
-            # Its handler begins the incident before the server ends.
+            # An incident may still come: the crash handler begins it before the server ends.
             may_come = bool(failures) or (is_lost and not self.has_ended)
             if whole or time.monotonic() > began + (INCIDENT_SECS if may_come else _SETTLE_SECS):
                 return whole[-1] if whole else None
             time.sleep(_LOOK_SECS)
 
     def end(self) -> None:
-        """End it and everything that it started; it is not started again."""
+        """End the server and every process that it started; it cannot be started again."""
         self._launcher.shutdown()
         self._stop()
 
@@ -315,11 +315,11 @@ class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 popen.wait(_END_SECS)
         finally:
-            # A session of its own: whatever is left in its group belongs to it.
+            # The server has its own session: every process left in its group belongs to it.
             with contextlib.suppress(OSError):
                 signals.kill_group(popen.pid)
             if watcher is not None:
-                # It would end the group later, whose number may be another's by then.
+                # Otherwise it would kill the group later, when another group may have that number.
                 watcher.kill()
                 watcher.communicate(timeout=_END_SECS)
         popen.wait(_END_SECS)

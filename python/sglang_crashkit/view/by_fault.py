@@ -14,22 +14,22 @@ from sglang_crashkit.incident.fingerprint import fault_of
 from sglang_crashkit.incident.store import StoredIncident, parse_name
 from sglang_crashkit.model.incident import Gpus, Incident
 
-#: An attribute is named where it has so large a share of a fault's hosts, and no more than that of the others.
+#: A value is named where at least the first share of a fault's hosts have it, and at most the second of the others.
 _SHARE_IN, _SHARE_OUT = 0.9, 0.5
-#: What fewer hosts share may be chance.
+#: Fewer hosts than this may share a value by chance.
 _LEAST_HOSTS = 2
 _LINE = re.compile(r":\d+\)$")
 _VERSIONS = ("driver", "torch", "kernel", "cuda")
 
 
 def keep_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the few fields of an ``incident.json`` by which it is grouped: there may be ten thousand."""
+    """Return only the fields of an ``incident.json`` that grouping needs: there may be ten thousand incidents."""
     incident = Incident.of(document)
     server, environment, cause = incident.server, incident.surroundings, incident.cause
     devices, found = (incident.gpus or Gpus()).devices, fault_of(incident)
     what = [incident.kind]
     if found is not None:
-        # Which rank it is, and in which line, differs between hosts and releases.
+        # Rank and line number are left out: they differ between hosts and releases.
         frames = [_LINE.sub(")", frame) for frame in found.frames]
         what = [found.kind, found.who.partition(" ")[0], found.what, *frames]
     attributes = {
@@ -48,21 +48,21 @@ def keep_of(document: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Group:
-    """A fault, with the incidents of it."""
+    """The incidents of one fault."""
 
     key: str  # a short name for it
     what: tuple[str, ...]  # kind, role, what failed, and where, innermost first
     count: int  # of incidents
     hosts: tuple[str, ...]
-    first: float  # when it began first, in seconds since the epoch
-    last: float  # when it began last
-    causes: Mapping[str, int]  # how many incidents have which cause
+    first: float  # time of its first incident, in seconds since the epoch
+    last: float  # time of its last incident
+    causes: Mapping[str, int]  # cause → number of incidents
     common: tuple[str, ...]  # what its hosts have in common, in words
-    path: str  # the latest incident of it
+    path: str  # folder of its latest incident
 
 
 def groups_of(incidents: Sequence[StoredIncident]) -> list[Group]:
-    """Return the faults of incidents that were read with `keep_of`, that on most hosts first."""
+    """Group incidents that were read with `keep_of` by fault; the fault on the most hosts comes first."""
     faults: dict[tuple[str, ...], list[StoredIncident]] = {}
     known: dict[str, dict[str, set[str]]] = {}
     for incident in incidents:

@@ -1,4 +1,4 @@
-"""What ``sglang-crashkit collect`` saw of processes that live: the lines for a person, and the texts of its files."""
+"""What ``sglang-crashkit collect`` saw of live processes: the lines for a person, and the texts of its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.view import words
 from sglang_crashkit.view.model import Section
 
-#: So many of the innermost frames are in the summary.
+#: Innermost frames of each process in the summary.
 _MAX_FRAMES = 4
 _STATES = {
     "R": "running",
@@ -29,7 +29,7 @@ _STATES = {
 
 
 def summary(rounds: Sequence[NodeSnapshot], verdict: Verdict, divergence: Divergence | None, more: str) -> Section:
-    """Return ``summary.md`` of one host: the verdict, where and when, and where the processes were at last."""
+    """Return ``summary.md`` of one host: verdict, place and time, and the processes' frames in the last snapshot."""
     times = " to ".join(dict.fromkeys(iso_time(one.time) for one in (rounds[0], rounds[-1])))
     lines = [f"{words.count(len(rounds), 'snapshot')} on {rounds[0].host}, {times}"]
     lines += [f"to be looked at first: {verdict.first}"] if verdict.first else []
@@ -64,7 +64,7 @@ def _state(moment: Sample) -> str:
 
 
 def python_stacks(process: FoundProcess, host: str, moments: Sequence[Sample]) -> str:
-    """Return the text of ``pyspy_*.txt``: the Python stacks of each moment."""
+    """Return the text of ``pyspy_*.txt``: the Python stacks of each snapshot."""
     lines = [_head(process, host)]
     for number, moment in enumerate(moments, start=1):
         used = f", {moment.cpu_secs:.2f} s of CPU time used" if moment.state else ""
@@ -75,7 +75,7 @@ def python_stacks(process: FoundProcess, host: str, moments: Sequence[Sample]) -
 
 
 def native_stacks(process: FoundProcess, host: str, debugged: Debugged, missing: str) -> str:
-    """Return the text of ``cudagdb_*.txt``: what the debugger printed, and what of it is missing and why."""
+    """Return the text of ``cudagdb_*.txt``: what the debugger printed, and what is missing from it and why."""
     took = f": {debugged.seconds:.1f} s" if debugged.seconds else ""
     ran = f"# {debugged.tool}{took}{f': {debugged.problem}' if debugged.problem else ''}"
     missed = [f"# {missing}"] if missing else []
@@ -91,7 +91,7 @@ def _head(process: FoundProcess, host: str) -> str:
 
 
 def moment_lines(moments: Sequence[Sample]) -> Iterator[str]:
-    """Yield a line for each run of moments in which a process was in the same state and place."""
+    """Yield a line for each run of snapshots that show a process in the same state and innermost frame."""
     start = 1
     for (state, place), group in itertools.groupby(moments, _place_of):
         first, *others = group
@@ -108,14 +108,14 @@ def _place_of(moment: Sample) -> tuple[str, str]:
 
 
 def debugged_line(it: Debugged) -> str:
-    """Return what came of a debugger."""
+    """Return a debugger's problem, or its number of native stacks, its seconds and its CUDA kernels, as a line."""
     stacks = f"{len(it.threads)} native stacks in {it.seconds:.1f} s"
     kernels = f", CUDA kernels: {', '.join(it.kernels)}" if it.kernels else ""
     return f"{it.tool}: {it.problem or stacks + kernels}"
 
 
 def node_lines(nodes: Sequence[tuple[str, str, Sequence[Sequence[Sample]]]]) -> Iterator[str]:
-    """Yield a line for each process of each node: its name, what came of it, and what was seen of each process."""
+    """Yield a line for each process of each node, with what was seen of it; for a node without one, its outcome."""
     width = max(len(node) for node, _what, _processes in nodes)
     for node, what, processes in nodes:
         if not processes:
@@ -129,7 +129,7 @@ def node_lines(nodes: Sequence[tuple[str, str, Sequence[Sequence[Sample]]]]) -> 
 
 
 def problem_lines(problems: Iterable[Problem]) -> Iterator[str]:
-    """Yield what could not be had, why, and what to do."""
+    """Yield what could not be collected, why, and what to do."""
     for problem in problems:
         yield f"{problem.what}: {problem.why}"
         if problem.next:
@@ -140,10 +140,10 @@ def tree_lines(rounds: Sequence[NodeSnapshot]) -> Iterator[str]:
     """Yield the merged stacks of all ranks."""
     tree = Node()
     for sample in (sample for one in rounds for sample in one.processes):
-        # Threads of a pool mostly have the same stack, as the same object.
+        # Most threads of a pool share one stack, which is one object: add it once.
         for frames in {id(thread.frames): thread.frames for thread in sample.threads}.values():
             tree.add(rank_of(sample), frames)
     if tree.children:
-        # Threads of native libraries, such as NCCL's, have no such stacks.
+        # Threads of native libraries, such as NCCL's, have no Python stack and are not in the tree.
         yield from ("", "Python stacks of all threads, outermost call first, what the fewest ranks do first:")
         yield from (f"  {line}" for line in format_tree(tree))

@@ -1,7 +1,7 @@
-"""What the files of an incident hold: listed, read within bounds, made harmless to look at, and as rows.
+"""The files of an incident: listed, read within bounds, cut to a length that can be shown, and as rows.
 
-They are not trusted: a link may lead out of the folder, a pipe may never end, a line may be as long as the
-file, and a character may turn around the text beside it.
+The files are not trusted: a link may lead out of the folder, a pipe may never end, a line may be as long as the
+file, and a control character may reverse the text beside it.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from sglang_crashkit.view import words
 ENVIRONMENT, REQUESTS = "environment.json", "requests/requests.jsonl"
 _MAX_FRAMES, _MAX_THREADS = 400, 2000
 _MAX_BYTES, _MAX_LINE = 64 << 20, 4 << 20
-#: The id of a request, a parameter of it, and a text are no longer than this.
+#: Most characters of a request's id (and of its state and times), of one of its parameters, and of a text.
 _MAX_HEAD, _MAX_PARAMETER, _MAX_TEXT = 150, 60, 20_000
-#: Evidence with stacks, the one that tells most of a process that failed first.
-_KINDS = ("fault_stack", "stack")
+#: Kinds of evidence with stacks, in the order of preference: the first one says more of a process that failed.
+_STACK_KINDS = ("fault_stack", "stack")
 _KIT = "sglang_crashkit/"
 _SAMPLING = "sampling_params."
-#: What SGLang takes where a request does not say; OpenAI's API writes these down.
+#: SGLang's default parameters, which are not shown: its OpenAI API writes them into every request.
 _DEFAULTS: Mapping[str, object] = {
     **{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "n": 1},
     **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
     **{"skip_special_tokens": True, "spaces_between_special_tokens": True},
 }
-#: Longer files are neither listed nor read further.
+#: Most files that are listed, most levels of folders, and most bytes of a JSON file.
 _MAX_FILES = 5000
 _MAX_DEPTH = 6
 _MAX_JSON = 32 << 20
-#: Text of a longer string, and entries of a longer list, are left out.
+#: Most characters of a string, entries of a list or object, and levels of a JSON value; the rest is left out.
 _MAX_STRING, _MAX_ENTRIES, _MAX_LEVELS = 4000, 2000, 12
 
 
 class IncidentFiles:
-    """The regular files below an incident's folder; no other is ever opened, whatever names one.
+    """The regular files below an incident's folder; no other file is opened, even where the incident names it.
 
-    `listed` has the size of each in bytes, by its name relative to the folder; `left_out` is how many more there were.
+    `listed` maps each name, relative to the folder, to its size in bytes; `left_out` is the number of further files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,17 +59,17 @@ class IncidentFiles:
         self.listed = dict(found[:_MAX_FILES])
 
     def read(self, name: str | None, most: int, *, from_end: bool = False) -> bytes:
-        """Return at most so many bytes of a file, first or last ones; none where it is not listed or cannot be read."""
+        """Return the first `most` bytes of a file, or the last; empty where it is not listed or cannot be read."""
         if name is None or name not in self.listed:
             return b""
         try:
-            # What was a file as it was listed may be something else by now.
+            # A link, a pipe or a device may have replaced the file since it was listed.
             return read_regular(self.folder / name, most, from_end=from_end)
         except OSError:
             return b""
 
     def read_json(self, name: str | None) -> Any:
-        """Return what a file holds, `bounded`; ValueError where it is missing, too long, or no JSON."""
+        """Return the JSON value in a file, `bounded`; ValueError where the file is missing, too long, or no JSON."""
         data = self.read(name, _MAX_JSON + 1)
         if not data:
             raise ValueError(f"{name} cannot be read")
@@ -81,7 +81,7 @@ class IncidentFiles:
             raise ValueError(f"{name} is nested too deeply") from None
 
     def read_object(self, name: str | None) -> Mapping[str, Any]:
-        """Return the JSON object that a file holds; an empty one where it holds none."""
+        """Return the JSON object in a file; an empty one where the file has no object or cannot be read."""
         try:
             return mapping_of(self.read_json(name))
         except ValueError:
@@ -99,7 +99,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def bounded(value: Any, levels: int = _MAX_LEVELS) -> Any:
-    """Return a JSON value in which nothing is longer than a page can show; it says what was left out."""
+    """Return a JSON value cut to what a page can show; its strings and lists say how much was left out."""
     if isinstance(value, str):
         return cut(value)
     if isinstance(value, (list, dict)) and levels == 0:
@@ -110,12 +110,12 @@ def bounded(value: Any, levels: int = _MAX_LEVELS) -> Any:
     if isinstance(value, dict):
         names = list(value)[:_MAX_ENTRIES]
         return {cut(name, 200): bounded(value[name], levels - 1) for name in names}
-    # A number of a million digits is a line as well.
+    # An integer may have a million digits.
     return value if not isinstance(value, int) or abs(value) < 1 << 128 else "a number too long to show"
 
 
 def cut(text: str, most: int = _MAX_STRING) -> str:
-    """Return `text`, or what it begins with and how much more there is."""
+    """Return `text`, or its first `most` characters and the number of those left out."""
     return text if len(text) <= most else f"{text[:most]} ... {len(text) - most:,} more characters left out"
 
 
@@ -123,14 +123,14 @@ def cut(text: str, most: int = _MAX_STRING) -> str:
 
 
 def stacks_of(process: ProcessReport, files: IncidentFiles) -> Iterator[tuple[bool, tuple[Frame, ...]]]:
-    """Yield the Python stacks of a process, innermost frame first, each after whether it is the main thread's.
+    """Yield (is it the main thread's, Python stack with the innermost frame first) for each thread of a process.
 
-    Of one that raised, that is where it did: it was in the kit's own hook by then.
+    A process that raised was in the kit's own hook when it was sampled: its main stack is the exception's.
     """
     paths = {one.kind: one.path for one in reversed(process.evidence) if one.path}
     record = files.read_object(paths.get("exception"))
     raised = tuple(map(_frame_of, reversed(texts_of(record.get("traceback"))[-_MAX_FRAMES:])))
-    path = next((paths[kind] for kind in _KINDS if kind in paths), "")
+    path = next((paths[kind] for kind in _STACK_KINDS if kind in paths), "")
     threads = mappings_of(files.read_object(f"{path.removesuffix('.txt')}.json").get("threads"))[:_MAX_THREADS]
     doing = tuple(map(_frame_of, process.doing[:_MAX_FRAMES])) if process.has("exception") or not threads else ()
     if told := raised or doing:
@@ -153,25 +153,25 @@ def _frame_of(text: str) -> Frame:
 
 @dataclass(frozen=True)
 class Request:
-    """What is told of one request; nothing in it is of its prompt but `texts`."""
+    """A request as it is shown; only `texts` may hold a part of its prompt."""
 
     rid: str
     state: str
     arrived: str
     ended: str
     kind: str
-    known: list[str]  # whether it was aborted before, how long its prompt is, what it asks for
-    texts: list[tuple[str, str]]  # what a user of the server wrote, by its name, where that is asked for
+    known: list[str]  # whether it was aborted before, the length of its prompt, its parameters
+    texts: list[tuple[str, str]]  # name and value of each field that a user wrote, where prompts were asked for
     is_suspect: bool
 
 
 def requests_of(
     incident: Incident, files: IncidentFiles, most: int, *, shortens: bool = False, prompts: bool = False
 ) -> tuple[list[Request], int]:
-    """Return at most so many requests, the suspects first, and how many more there are.
+    """Return at most `most` requests, the suspects first, and the number of further ones.
 
-    With `shortens` a parameter that is a text is cut off, else its length alone is told; with `prompts` there is what
-    users of the server wrote.
+    A parameter that is a text or a list is cut off with `shortens`; without, only its length is shown. With `prompts`
+    the requests have what users of the server wrote.
     """
     # The likeliest first, as the incident lists them.
     places = {rid: place for place, rid in enumerate(dict.fromkeys(one.rid for one in incident.suspects))}
@@ -202,7 +202,7 @@ def _request(fields: Mapping[str, Any], incident: Incident, is_suspect: bool, sh
         if value is False or value in ("", [], {}) or (short != name and _DEFAULTS.get(short) == value):
             continue
         if not shortens and isinstance(value, (str, list, dict)):
-            # Whatever it is called, a user may have written it.
+            # A user may have written this value, whatever the parameter is called.
             told = f"{short}: {len(value):,} {'characters' if isinstance(value, str) else 'entries'}"
         else:
             told = f"{short} {value if isinstance(value, str) and value.isprintable() else json.dumps(value)}"
@@ -217,7 +217,7 @@ def _request(fields: Mapping[str, Any], incident: Incident, is_suspect: bool, sh
 
 
 def flat(value: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each value below a JSON value, after its name with dots."""
+    """Yield (dotted name, value as text) for each value below a JSON value."""
     inner: Iterable[tuple[str, object]] = ()
     if isinstance(value, dict) and value:
         inner = ((f"{name}.{key}" if name else str(key), one) for key, one in value.items())

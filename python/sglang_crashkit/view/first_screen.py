@@ -14,23 +14,23 @@ from sglang_crashkit.incident.names import Names, join_some_names, without_own_n
 from sglang_crashkit.model.incident import SERVER_WENT_ON, Incident, ProcessReport
 from sglang_crashkit.view import words
 
-#: Characters of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
+#: Most columns and lines of the screen; ``summary.md`` puts three lines above it: heading, blank line and fence.
 WIDTH, MAX_LINES = 80, 17
-#: So much of it stands in the server's own log.
+#: Lines of the screen that the server's own log gets.
 LOG_LINES = 5
 _LABEL = 8
 _MAX_GROUPS, _MAX_CONSEQUENCES, _MAX_STEPS = 2, 2, 2
-#: So much of a line may be names, and what a user may choose: the id of a request, the name of a model.
+#: Most characters of a list of names, and of what users choose: the id of a request, the name of a model.
 _MAX_NAMES, _MAX_RID, _MAX_MODEL = 36, 40, 40
-#: Where a container's counter lies, of which the last part tells.
+#: The folder of a cgroup's counter file, such as ``memory.events``; only the file's name is shown.
 _COUNTER_FOLDER = re.compile(r"/\S{1,200}/(?=memory\.)")
 _OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
 _REPLAY = f"{_OWN_COMMAND}replay"
-#: What the screen has in words of its own, where the cause has it.
-_TOLD_ANYWAY = (f"`{_REPLAY} ", f"`{_OWN_COMMAND}steps ", f"`{_OWN_COMMAND}show ")
-#: A command with its arguments; a word alone may be anything.
+#: Next steps of a cause that the screen leaves out, because it shows these commands in its own words.
+_OWN_STEPS = (f"`{_REPLAY} ", f"`{_OWN_COMMAND}steps ", f"`{_OWN_COMMAND}show ")
+#: A command with its arguments, in backticks; a single word in backticks need not be a command.
 _COMMAND = re.compile(r"`([^` ]+ [^`]+)`")
-#: Verdicts whose first sentence says more behind its colon than the headline has room for.
+#: Kinds of verdicts whose headline drops the text after its first colon where the line would be too long.
 _BY_DEATH = frozenset({"signal", "oom_kill", "exit_status", "parent_ended"})
 #: Classes whose cause C++ code or the C library wrote to stderr, which no log handler sees.
 _ON_STDERR = frozenset({"aborted", "exited", "fatal_signal", "segfault"})
@@ -45,10 +45,10 @@ class Row(NamedTuple):
 
 
 def first_screen(incident: Incident, *, ends_with: int | None = None, where: str = "", wraps: bool = True) -> list[str]:
-    """Return at most `MAX_LINES` lines of `WIDTH` characters; a text takes a second line where it `wraps`.
+    """Return at most `MAX_LINES` lines of `WIDTH` characters; with `wraps` a row's text may take a second line.
 
-    `ends_with` is the exit status that the server is about to end with, None where it is not, or has ended. `where` is
-    what the commands of the last lines name the incident by, its id by default.
+    `ends_with` is the exit status that the server is about to end with; None where it goes on or has ended. `where`
+    names the incident in the commands of the last lines: its id by default.
     """
     screen = _Screen(incident, ends_with, where or incident.id or "latest")
     head, rows = screen.headline(2 if wraps else 1), list(screen.rows())
@@ -57,13 +57,13 @@ def first_screen(incident: Incident, *, ends_with: int | None = None, where: str
     def is_too_long() -> bool:
         return len(head) + sum(map(len, told)) > MAX_LINES
 
-    # Where there is no room, what stands last gives up its second line first.
+    # Where there is no room, the last rows lose their second line first.
     for place in reversed(range(len(rows))):
         if is_too_long():
             told[place] = list(_lines(rows[place]._replace(most=1)))
     if is_too_long():
         head = screen.headline(1)
-    # The commands stand at the end: they are worth more than what is one of several.
+    # Then drop the `then` and `ranks` rows but the first of each: the commands at the end are worth more.
     for label in ("then", "ranks"):
         for place in reversed([place for place, row in enumerate(rows) if row.label == label][1:]):
             if is_too_long():
@@ -77,12 +77,12 @@ class _Screen:
         self._names = Names(incident)
         self._first, self._environment = incident.first_failure, incident.surroundings
         verdict = incident.verdict
-        #: The first of what the verdict rests on, and the kind of failure.
+        #: The first sentence that the verdict rests on, or its text without one; and the kind of failure.
         self._basis = (verdict.basis[0] if verdict.basis else verdict.text) if verdict is not None else ""
         self._kind = verdict.kind if verdict is not None else ""
 
     def headline(self, most: int) -> list[str]:
-        """Return who failed of what, in `most` lines at most, what became of the server, and what it cost."""
+        """Return who failed and why, in at most `most` lines; then what became of the server and its requests."""
         what, behind = self._what(), "; ".join(self._outcome())
         if self._kind in _BY_DEATH and len(f"{what}; {behind}") > WIDTH:
             what = what.partition(":")[0]
@@ -93,7 +93,7 @@ class _Screen:
         return [*whole, *([words.cut(behind, WIDTH)] if behind else [])]
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rest; a row without a text is not shown."""
+        """Yield the rows below the headline; a row without text is not shown."""
         yield Row("when", ", ".join(self._when()))
         yield Row("run", ", ".join(self._run()))
         yield Row("host", ", ".join(self._host()), 1)
@@ -179,7 +179,7 @@ class _Screen:
         if memory.used_bytes is not None:
             of = f" of {memory.limit_bytes / (1 << 30):.1f}" if memory.limit_bytes is not None else ""
             kills, peak = memory.events.get("oom_kill"), memory.peak_bytes
-            # Who was killed has given its own back.
+            # The process that the kernel killed has freed its memory: show the peak, too.
             most = f" (at most {peak / (1 << 30):.1f})" if kills and peak is not None else ""
             yield f"cgroup memory {memory.used_bytes / (1 << 30):.1f}{of} GiB{most}"
             yield words.count(kills, "OOM kill") if kills else "no OOM kill"
@@ -206,7 +206,7 @@ class _Screen:
         return f"{self._names.short(first)} (pid {first.pid}){at}: {how}{in_step}"
 
     def _consequences(self) -> Iterator[str]:
-        """Yield a line for those that made no progress, and one for those that then raised in the same way."""
+        """Yield a line for the processes that made no progress, and one for each message that others then raised."""
         events, pid = self._incident.timeline, self._first.pid if self._first is not None else None
         silent = [one for one in events if one.event in ("no_progress", "watchdog_timeout")]
         secs = sorted({one.silent_secs for one in silent if one.silent_secs is not None})
@@ -214,7 +214,7 @@ class _Screen:
             who = join_some_names(map(self._names.short, silent), _MAX_NAMES)
             yield f"{who} made no progress for {secs[0]} s{' or more' if len(secs) > 1 else ''}"
         groups: dict[str, tuple[str, list[str]]] = {}
-        # What came before the first failure's own event did not come of it.
+        # An exception before the first failure's own event is no consequence of it.
         own = ("exception", "process_exited")
         ends = (place for place, one in enumerate(events) if one.pid == pid and one.event in own)
         since = next(ends, -1) + 1 if pid is not None else 0
@@ -227,15 +227,15 @@ class _Screen:
             yield f"{join_some_names(names, _MAX_NAMES)} raised {text}"
 
     def _ranks(self) -> Iterator[str]:
-        """Yield what the other ranks did, those that agree in one line."""
+        """Yield a line for each group of other ranks that did the same."""
         groups: dict[str, list[str]] = {}
         for process in self._incident.processes:
-            # In the end all are dead; what they did before is what tells.
+            # At the end all are dead, so group them by what they did before.
             if process.is_rank and process is not self._first:
                 groups.setdefault(", ".join(self._doing_of(process)), []).append(self._names.short(process))
-        # Of more groups than there is room for those of most ranks.
+        # The largest groups come first; there may not be room for all.
         told = sorted(((names, doing) for doing, names in groups.items() if doing), key=lambda one: -len(one[0]))
-        # Where they diverged says more than where they are now.
+        # The row of the divergence says more than where the ranks are: it takes the place of a group.
         most = _MAX_GROUPS - bool(self._divergence())
         yield from (f"{join_some_names(names, _MAX_NAMES)}: {doing}" for names, doing in told[:most])
 
@@ -261,14 +261,14 @@ class _Screen:
             yield Row("known", f"sgl-project/sglang #{issue.issue} ({fixed}): {issue.title}")
 
     def _next_steps(self) -> Iterator[Row]:
-        """Yield what the cause asks for, commands as such, and the commands that show more and hand it on."""
+        """Yield the next steps of the cause, and the commands that find the request, show more, and pack a report."""
         cause, most = self._incident.cause, _MAX_STEPS
         kind, steps = (cause.kind, cause.next_steps) if cause is not None else ("", [])
         is_suspected = any(one.level != "unknown" for one in self._incident.suspects[:1])
-        if is_suspected or any(step.startswith(_TOLD_ANYWAY[0]) for step in steps):
+        if is_suspected or any(step.startswith(_OWN_STEPS[0]) for step in steps):
             most -= 1
             yield Row("next", f'{_REPLAY} {self._where} --bisect --serve "COMMAND"{_COMMENT}finds the request', 1)
-        for step in [step for step in steps if not step.startswith(_TOLD_ANYWAY)][:most]:
+        for step in [step for step in steps if not step.startswith(_OWN_STEPS)][:most]:
             text = self._names.shorten(step)
             if self._first is not None:
                 text = text.replace("kill -CONT PID", f"kill -CONT {self._first.pid}")
@@ -297,7 +297,7 @@ def _lines(row: Row) -> Iterator[str]:
     """Yield the lines of a row; nothing where there is no text."""
     label, text, most = row
     if text.startswith(_OWN_COMMAND):
-        # A path may be longer than the line, and half a command is no command; the words behind it can be missed.
+        # A command is never cut, even where a path makes it longer than the line; the comment behind it is dropped.
         yield f"{label:<{_LABEL}}{text if len(text) <= WIDTH - _LABEL else text.partition(_COMMENT)[0]}"
         return
     told = text if _COMMENT in text else words.one_line(text)
@@ -306,10 +306,10 @@ def _lines(row: Row) -> Iterator[str]:
 
 
 def _wrapped(text: str, columns: int, most: int) -> list[str]:
-    """Return a text in at most so many lines; the last one ends with an ellipsis where there is more."""
+    """Return a text as at most `most` lines; the last line ends with an ellipsis where text is left out."""
     every = textwrap.wrap(text, columns)
     lines = textwrap.wrap(text, columns, max_lines=most, placeholder="...")
     if len(every) > most and len(lines[-1]) < columns // 2:
-        # The next word is as long as a line.
+        # The next word is as long as a line: show its beginning.
         lines = [*every[: most - 1], every[most - 1][: columns - 3].rstrip() + "..."]
     return lines

@@ -1,8 +1,8 @@
-"""One incident as a page of HTML: one file, which loads nothing and in which nothing runs.
+"""One incident as a page of HTML: one file that loads nothing and runs no script.
 
-Texts of stacks, logs and requests are not trusted. Each is escaped by the template engine, and shown with what is not
-seen, or turns text around, spelled out. The page allows its own style by its hash; a script that got in nevertheless
-would not run, and nothing may be fetched or sent.
+Texts of stacks, logs and requests are not trusted. The template engine escapes each of them, and spells out characters
+that are invisible or reverse the text. The page's content security policy allows its own style by a hash; a script that
+got in nevertheless would not run, and nothing can be fetched or sent.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from sglang_crashkit.view.first_screen import first_screen
 from sglang_crashkit.view.steps import LAST, tables_of
 from sglang_crashkit.visible import visible
 
-#: What a file may be to be shown in the page, and what all of them may be together, in bytes.
+#: Most bytes of one file that the page shows, and of all files together.
 _MAX_FILE, _MAX_FILES = 64 << 10, 3 << 19
 _MAX_LINE, _MAX_DETAILS = 2000, 400
 _MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS = 100, 1000, 24, 500
-#: A tree of stacks with more calls is cut at the deepest ones, and at those that are thinner, in percent.
+#: Most calls and levels of a tree of stacks, and the least width of a call in percent; the rest is left out.
 _MAX_CALLS, _MAX_DEPTH, _THINNEST = 4000, 200, 0.12
-#: Characters of an enumeration of ranks, and how many sets of ranks of a tree are told.
+#: Most characters of a list of ranks, and most sets of ranks in the legend of a tree.
 _MAX_NAMES, _MAX_SETS = 60, 24
-#: What a part of an incident raises that has another form than any kit version wrote.
-_ODD = (ArithmeticError, AttributeError, CrashkitError, LookupError, RecursionError, TypeError, ValueError)
-#: The tone of events that tell of a failure, and of the crash handler's own work.
+#: What making a part of the page raises where the incident has a form that no kit version wrote.
+_MALFORMED = (ArithmeticError, AttributeError, CrashkitError, LookupError, RecursionError, TypeError, ValueError)
+#: The CSS class of events that report a failure, and of those of the crash handler's own work.
 _TONES = dict.fromkeys(
     ("process_exited", "exception", "watchdog_timeout", "no_progress", "peer_lost", "server_exited"), "bad"
 ) | dict.fromkeys(
@@ -52,7 +52,7 @@ _HERE = Path(__file__).parent
 
 
 def write_html(folder: Path, output: Path, *, prompts: bool = False) -> None:
-    """Write the page of an incident to a file of its owner alone, with `prompts` with what users of the server wrote.
+    """Write the page of an incident to a file that only its owner can read; `prompts` includes what users wrote.
 
     Raises CrashkitError where it cannot be written.
     """
@@ -65,7 +65,7 @@ def write_html(folder: Path, output: Path, *, prompts: bool = False) -> None:
 
 
 def render(folder: Path, *, prompts: bool = False) -> str:
-    """Return the page of the incident in a folder; see `write_html`. It does not raise for what lies in there."""
+    """Return the page of the incident in a folder; see `write_html`. No content of the folder makes it raise."""
     files = IncidentFiles(folder)
     try:
         document, problem = files.read_json("incident.json"), ""
@@ -100,7 +100,7 @@ def render(folder: Path, *, prompts: bool = False) -> str:
     return template.render(
         **parts,
         csp=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
-        # The kit's own file, to the byte that the policy names.
+        # Not escaped: this is the kit's own file, and the policy names the hash of these bytes.
         css=Markup(css),  # noqa: S704
         incident=incident,
         folder=str(folder),
@@ -117,10 +117,10 @@ def render(folder: Path, *, prompts: bool = False) -> str:
 
 
 def _part(make: Callable[[], Any]) -> Any:
-    """Return what a part of the page is made of; in its place why it cannot be shown."""
+    """Return the data of a part of the page, or else why it cannot be shown."""
     try:
         return make()
-    except _ODD as error:
+    except _MALFORMED as error:
         return {"problem": cut(f"{type(error).__name__}: {error}", 300)}
 
 
@@ -141,7 +141,7 @@ def _processes(incident: Incident) -> dict[str, Any]:
 
 
 def _timeline(incident: Incident) -> dict[str, Any]:
-    """Return the events in lanes, each with its place from 0 to 100, and as a list; times are from the trigger on."""
+    """Return the events by lane and as a list, each with its place from 0 to 100 and its seconds after the trigger."""
     runs = model.runs_of(incident)
     timed = [(seconds, run) for run in runs if (seconds := run.first.seconds) is not None]
     trigger = seconds_of(incident.trigger.time)
@@ -199,7 +199,7 @@ def _trees(incident: Incident, files: IncidentFiles) -> Iterator[dict[str, Any]]
         sizes = {sets[id(node)]: len(node.through) for node in tree.all()}
         whole = sets[id(tree)]
         in_order = sorted(sizes.keys() - {whole}, key=lambda one: (one != alone, sizes[one], one))
-        # Where all are grey, the failure alone is red.
+        # The set of all ranks is grey (c0); the one of the first failure alone is red (c1).
         colours = {one: f"c{2 + place % 7}" for place, one in enumerate(in_order)} | {whole: "c0", alone: "c1"}
         boxes = list(_boxes(tree, sets, colours))
         yield {
@@ -213,7 +213,7 @@ def _trees(incident: Incident, files: IncidentFiles) -> Iterator[dict[str, Any]]
 
 def _boxes(tree: Node, sets: Mapping[int, str], colours: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
     """Yield the calls from the outermost on: left edge and width in percent, depth, name, words, and colour."""
-    # How many stacks are in each node, alike ones of a rank as one.
+    # The number of stacks in each node; equal stacks of a rank count once.
     values: dict[int, int] = {}
     for node in reversed(tree.all()):
         values[id(node)] = len(node.ranks) + sum(values[id(child)] for child in node.children.values())
@@ -232,7 +232,7 @@ def _boxes(tree: Node, sets: Mapping[int, str], colours: Mapping[str, str]) -> I
 
 
 def _inlined(files: IncidentFiles, incident: Incident, *, prompts: bool) -> list[dict[str, Any]]:
-    """Return the files with the text of those that are small, those of the first failure before others."""
+    """Return all files; small ones have their text, those of the first failure first, until the page is full."""
     own = f"-{incident.first_failure.pid}." if incident.first_failure is not None else ""
     left, shown = _MAX_FILES, {}
     for name, size in sorted(files.listed.items(), key=lambda file: (own not in file[0], file[1])):

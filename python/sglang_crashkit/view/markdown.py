@@ -1,6 +1,6 @@
-"""An incident as Markdown, and the little that a pod's status shows; `IncidentFolder.save` writes ``summary.md``.
+"""An incident as Markdown, and the short text for a pod's status; `IncidentFolder.save` writes ``summary.md``.
 
-Plain Python, as the crash handler's child renders it: the import of Jinja2 alone would take that child 80 ms of CPU.
+The crash handler's child renders it, so it is plain Python: importing Jinja2 alone takes 80 ms of CPU.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from sglang_crashkit.view.first_screen import first_screen
 from sglang_crashkit.visible import visible
 
 _TICKS = re.compile(r"`{3,}")
-#: GitHub takes 65,536 characters.
+#: Most characters within one fence: GitHub takes 65,536 characters in all.
 _MAX_FOLDED = 12_000
 
 
 def format_summary(incident: Incident, folder: Path | None = None) -> str:
-    """Return ``summary.md`` of an incident as it is `shown`: the first screen, and below it the whole of each text.
+    """Return ``summary.md`` of an incident as `Incident.shown` returns it: the first screen, then each text in full.
 
-    Commands name it by its finished `folder`: its id alone is found nowhere but where the server runs.
+    Its commands name the incident by its finished `folder`: the id alone is found only where the server runs.
     """
     where = shlex.quote(str(folder.absolute())) if folder is not None else ""
-    # A fence keeps the columns where it is rendered.
+    # The fence keeps the columns aligned where the Markdown is rendered.
     told = [f"# {model.headline(incident)}", "", "```text", *first_screen(incident, where=where), "```", ""]
     if (verdict := incident.verdict) is not None:
         told += [f"**{words.without_build_paths(verdict.text or 'no verdict')}** ({verdict.level})", ""]
@@ -38,7 +38,7 @@ def format_summary(incident: Incident, folder: Path | None = None) -> str:
 
 
 def format_termination_message(incident: Incident, path: str) -> str:
-    """Return the little that a pod's status shows of a container that ended, with the path of the incident."""
+    """Return the text that a pod's status shows for an ended container: verdict, incident path, time, requests."""
     verdict = incident.verdict
     told = f"{verdict.text} ({verdict.level})" if verdict is not None else model.headline(incident)
     where = f"incident {path}, {incident.trigger.time}, requests: {words.requests(incident.requests)}"
@@ -60,7 +60,7 @@ def section_lines(section: model.Section, level: str = "#") -> Iterator[str]:
 
 
 def fenced(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines in a fence longer than any run of backticks in them, so that none is read as Markdown or HTML."""
+    """Yield lines in a fence longer than any run of backticks in them: no line is read as Markdown or HTML."""
     text = words.without_build_paths("\n".join(lines))
     text = text if len(text) <= _MAX_FOLDED else text[:_MAX_FOLDED] + "\n..."
     fence = "`" * (1 + max([2, *map(len, _TICKS.findall(text))]))

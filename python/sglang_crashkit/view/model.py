@@ -1,7 +1,7 @@
 """What is shown of an incident, as typed rows and sections.
 
-What prints them, on a terminal, as Markdown or as a page, adds no word on the incident. Any kit version may have
-written it, and anybody may have changed it since. Every list has an end; of what is beyond it the number is told.
+The modules that print them (terminal, Markdown, page) add no statement of their own. Any kit version may have written
+the incident, and anybody may have changed it since, so every list is bounded and says how many entries it leaves out.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from sglang_crashkit.model.incident import Entry, Evidence, Incident, ProcessRep
 from sglang_crashkit.view import words
 
 _MAX_NAMES, _MAX_GPU_LINES, _MAX_LINES = 160, 8, 24
-#: So many events that are alike are told one by one.
+#: Up to this many events that are alike are shown one by one.
 _FEW = 8
-#: Two events that are further apart are of two runs.
+#: Events that are alike but further apart than this, in seconds, belong to two runs.
 _AT_ONCE_SECS = 1.0
 _VERSIONS = ("torch", "transformers", "cuda", "hip", "driver", "python")
-#: The states of a process, what tells most first, and their names in a legend.
+#: The states of a process, the most telling first, with their names in the legend.
 STATES = {
     "first": "failed first",
     "stopped": "stopped",
@@ -37,13 +37,13 @@ class Section:
 
     title: str
     lines: Sequence[str] = ()
-    lead: str = ""  # what stands above the lines, and matters more
+    lead: str = ""  # a sentence above the lines that matters more
     parts: Sequence[Section] = ()
     code: Sequence[str] = ()  # lines that are shown as they are
 
 
 def headline(incident: Incident) -> str:
-    """Return in one line what an incident is about: its kind, and who failed first; not who was the first to tell."""
+    """Return one line: the incident's kind, and the process that failed first; else the one that reported it."""
     kind, who = incident.kind or "incident", incident.trigger.title
     if incident.verdict is not None and (first := incident.verdict.first_failure) is not None:
         return f"{kind}: {first.title} (pid {first.pid})"
@@ -55,7 +55,7 @@ def headline(incident: Incident) -> str:
 
 
 def facts(incident: Incident) -> Iterator[tuple[str, str]]:
-    """Yield what is known of an incident and its server at a glance: a label and a text each."""
+    """Yield a label and a text for each short fact about an incident and its server."""
     server, fault = incident.server, incident.fault
     yield "incident", f"{incident.id} on {server.hostname}, {incident.trigger.time}"
     yield "SGLang", f"{server.sglang_version}, main process {server.pid}, crash kit {server.kit_version}"
@@ -77,7 +77,7 @@ def facts(incident: Incident) -> Iterator[tuple[str, str]]:
 
 
 def surroundings(known: Surroundings) -> Iterator[tuple[str, str]]:
-    """Yield what surrounded the server, of what is known: a label and a text each."""
+    """Yield a label and a text for each known group of facts around the server, such as versions and memory."""
     versions, memory, shared = known.versions, known.memory, known.shared_memory
     sizes = {
         "used": memory.used_bytes,
@@ -138,7 +138,7 @@ def findings_of(incident: Incident) -> Iterator[Section]:
                 lines.append(f"waits for it: {peer.count - len(peer.requests)} more")
             peers.append(Section(f"{peer.role} server {peer.address}: {peer.sign}, since {peer.since}", lines))
         yield Section("Lost servers of the pair", parts=peers)
-    # Which process has no flight recorder, and why, is among the evidence of each, too.
+    # A process's evidence also says why it has no flight recorder, so `missing` alone makes no section.
     if (found := incident.collectives) is not None and found.findings:
         groups = [Section(f"{one.group}: {one.kind} ({one.level})", [one.statement]) for one in found.findings]
         missing = [Section("No flight recorder", found.missing)] if found.missing else []
@@ -148,7 +148,7 @@ def findings_of(incident: Incident) -> Iterator[Section]:
 
 
 def steps_of(incident: Incident) -> Iterator[Section]:
-    """Yield how the ranks diverged, and the last steps of the process that failed first, or else of who reported it."""
+    """Yield how the ranks diverged, and the last steps of the process that failed first, or else reported it."""
     process, divergence = incident.first_failure or incident.process(incident.trigger.pid), incident.divergence
     lines = [f"{divergence.statement} ({divergence.level})"] if divergence is not None else []
     if process is not None and process.steps is not None and (steps := process.steps.last):
@@ -172,19 +172,19 @@ def steps_of(incident: Incident) -> Iterator[Section]:
 class Group:
     """Processes that agree in what they did."""
 
-    names: str  # what they are called in short
-    state: str  # one of `STATES`
-    words: str  # the same, and how it ended
+    names: str  # their short names in one text
+    state: str  # a key of `STATES`
+    words: str  # the state in words, and how the process ended
     doing: Sequence[str]  # the innermost frames
     sign: str  # the last sign of life
     step: str  # the step that they were in
-    evidence: Sequence[tuple[str, str]]  # status and text of each piece; of a GPU's kernels the status is empty
+    evidence: Sequence[tuple[str, str]]  # status and text of each piece; lines about the GPU have an empty status
     members: Sequence[ProcessReport]
     number: int
 
 
 def groups_of(incident: Incident) -> list[Group]:
-    """Return who failed first, the other ranks, and the rest, of these those in the most telling state first."""
+    """Return the groups: the first failure, then ranks, then the rest, each ordered by how telling their state is."""
     first, names = incident.first_failure, Names(incident)
     alike: dict[object, list[ProcessReport]] = {}
     for process in incident.processes:
@@ -216,7 +216,7 @@ def groups_of(incident: Incident) -> list[Group]:
 
 
 def evidence_of(members: Sequence[ProcessReport], names: Names) -> Iterator[tuple[str, str]]:
-    """Yield what GPUs did, and each piece of evidence after its status, of processes that agree."""
+    """Yield (status, text) for the GPU lines, then for each piece of evidence, of processes that agree."""
     is_one = len(members) == 1
     of_gpu: dict[str, list[str]] = {}
     pieces: dict[tuple[object, ...], list[tuple[str, Evidence]]] = {}
@@ -252,24 +252,24 @@ def processes_of(incident: Incident) -> Section:
     return Section("Processes", parts=parts)
 
 
-# -- the timeline: events of many processes that are alike and close to one another are one
+# -- the timeline: events of many processes that are alike and close in time are one run
 
 
 @dataclass(frozen=True)
 class Run:
-    """Events at about the same time that are alike but for their processes and numbers; often one alone."""
+    """Events at about the same time that differ only in process and numbers; often a single event."""
 
     events: Sequence[Entry]  # in order of time
     names: Names = field(repr=False)
 
     @property
     def first(self) -> Entry:
-        """The first of them."""
+        """The earliest event."""
         return self.events[0]
 
     @property
     def who(self) -> str:
-        """Whom it happened to, in short; empty where it did to no process."""
+        """The short names of the events' processes; empty where the events have no process."""
         if self.first.pid is None:
             return ""
         names = (self.names.short(event) or f"pid {event.pid}" for event in self.events)
@@ -278,7 +278,7 @@ class Run:
 
     @property
     def details(self) -> str:
-        """What is told beside, and how long it took until the last of them."""
+        """The details of the first event, and the seconds from the first event to the last."""
         told = words.details(self.first)
         if len(self.events) == 1:
             return told
@@ -292,7 +292,7 @@ class Run:
 
 
 def runs_of(incident: Incident) -> list[Run]:
-    """Return the events in order of time, more than a few alike as one run where the first of them stands."""
+    """Return the events in order of time; more than `_FEW` that are alike are one run, at the place of the first."""
     runs: list[list[tuple[int, Entry]]] = []
     open_runs: dict[tuple[str, str], tuple[float, list[tuple[int, Entry]]]] = {}
     for place, event in enumerate(sorted(incident.timeline, key=lambda entry: entry.time)):
@@ -312,6 +312,6 @@ def runs_of(incident: Incident) -> list[Run]:
 
 
 def sections(incident: Incident) -> Iterator[Section]:
-    """Yield what stands below the first screen."""
+    """Yield the sections below the first screen."""
     yield from (*cause_of(incident), *findings_of(incident), *steps_of(incident), processes_of(incident))
     yield Section("Timeline", [f"{run.first.time} {run}" for run in runs_of(incident)])

@@ -13,7 +13,7 @@ from sglang_crashkit.view import words
 
 #: How many of the last steps are shown.
 LAST = 20
-#: More ranks than these stand in a column with those that did the same.
+#: Of more ranks than this, those that did the same share a column.
 _MAX_COLUMNS = 4
 _MODES = frozenset({"extend", "decode", "mixed", "idle"})
 
@@ -23,9 +23,9 @@ class Table:
     """The steps of ranks that must agree."""
 
     columns: list[str]  # ranks that did the same, by name
-    rows: list[tuple[int, bool, list[tuple[str, str]]]]  # number, whether it diverges, and look and words by column
-    about: int  # the step whose requests are told
-    requests: list[tuple[str, StepRequest]]  # after the name of the column
+    rows: list[tuple[int, bool, list[tuple[str, str]]]]  # number, whether it is marked, and look and words by column
+    about: int  # the number of the step whose requests are shown; -1 where there is no step
+    requests: list[tuple[str, StepRequest]]  # each with the name of its column
 
 
 def tables_of(everyone: Sequence[StoredSteps], marked: int | None, last: int = LAST) -> Iterator[Table]:
@@ -52,7 +52,7 @@ def tables_of(everyone: Sequence[StoredSteps], marked: int | None, last: int = L
 def _columns_of(
     group: Sequence[StoredSteps], by_number: Sequence[Mapping[int, Step]], chosen: Sequence[int]
 ) -> Iterator[tuple[str, Mapping[int, Step]]]:
-    """Yield each column with its name; of many ranks those that did the same are one, with the times of the first."""
+    """Yield each column's name and steps; of many ranks, those that did the same share one, with the first's times."""
     alike: dict[object, list[int]] = {}
     for position, steps in enumerate(by_number):
         there = [(number, steps[number]) for number in chosen if number in steps]
@@ -60,13 +60,13 @@ def _columns_of(
         alike.setdefault(did if len(group) > _MAX_COLUMNS else position, []).append(position)
     for positions in alike.values():
         first = group[positions[0]]
-        # A server's only scheduler has no place among others.
+        # The only scheduler of a server has no rank that could name it.
         alone = "" if rank_at(first.ranks).axis else first.title.removeprefix("sglang::")
         yield alone or str(RankSet(rank_at(group[one].ranks) for one in positions)), by_number[positions[0]]
 
 
 def _look_of(step: Step | None, other: Step | None) -> str:
-    """Return the mode of a step, whether it differs from that of the first column, whether it is under way."""
+    """Return CSS classes: the step's mode, ``differs`` (from the first column's), ``open`` (it has not ended)."""
     if step is None:
         return "none" if other is None else "none differs"
     differs = other is None or (step.mode, step.size, step.tokens) != (other.mode, other.size, other.tokens)

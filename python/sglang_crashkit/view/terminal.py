@@ -16,17 +16,17 @@ from sglang_crashkit.view.markdown import fenced
 from sglang_crashkit.view.steps import tables_of
 from sglang_crashkit.visible import visible
 
-#: Of the exception of the first failure.
+#: Most bytes that are read of the first failure's exception.
 _MAX_BYTES = 1 << 20
-#: So many requests are told; the file has them all.
+#: Most requests that are shown; the file has them all.
 _MAX_REQUESTS = 1000
-#: What is known of a request, and a line of the timeline, are no longer than this; the files have the whole.
+#: Most characters of what is known of a request, and of a line of the timeline; the files have the whole.
 _MAX_KNOWN, _MAX_EVENT = 400, 200
 _FRAME = re.compile(r' +File "[^"]+", line \d+, in [\w<>.]+')
 
 
 def stack_lines(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> Iterator[str]:
-    """Yield the exception of the first failure, with `messages` or its frames only, and the main threads."""
+    """Yield the exception of the first failure (without `messages` only its frames), and the main threads' stacks."""
     names, first = Names(incident), incident.first_failure
     for path in files.listed if first is not None else ():
         if first is not None and path.startswith("ranks/") and path.endswith(f"-{first.pid}.exception.txt"):
@@ -41,7 +41,7 @@ def stack_lines(incident: Incident, files: IncidentFiles, *, messages: bool = Tr
             frames = tuple(str(frame) if frame.file else frame.function for frame in main)
             key = (process is not first, not process.is_rank, words.state(process), frames)
             groups.setdefault(key, []).append(names.short(process))
-    # Who failed first, then the ranks, of them those of which there are most.
+    # The first failure, then the ranks, then the others; larger groups first.
     for (*_order, state, frames), members in sorted(groups.items(), key=lambda item: (*item[0][:2], -len(item[1]))):
         yield f"{join_names(members)}: {state}"
         yield from (f"    {frame}" for frame in frames)
@@ -79,14 +79,14 @@ def step_lines(everyone: Sequence[StoredSteps], marked: int | None, last: int) -
 
 
 def timeline_lines(incident: Incident) -> Iterator[str]:
-    """Yield the events, with their seconds since the incident began; many that are alike are one line."""
+    """Yield the events, with their seconds since the incident began; many events that are alike are one line."""
     began = seconds_of(incident.trigger.time) or 0.0
     for run in model.runs_of(incident):
         yield words.cut(f"{(run.first.seconds or 0.0) - began:+9.3f} s  {run}", _MAX_EVENT)
 
 
 def environment_lines(incident: Incident, files: IncidentFiles) -> Iterator[str]:
-    """Yield what surrounded the server: in short, then every value with its name."""
+    """Yield the facts around the server: a summary, then every value of ``environment.json`` with its name."""
     short = [f"{label:<10}{text}" for label, text in model.surroundings(incident.surroundings)]
     yield from short
     if whole := files.read_object(ENVIRONMENT):
@@ -95,9 +95,9 @@ def environment_lines(incident: Incident, files: IncidentFiles) -> Iterator[str]
 
 
 def format_report(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> str:
-    """Return what goes into a bug report; without `messages` of exceptions of these only the frames."""
+    """Return the text of a bug report; without `messages`, exceptions have only their frames."""
     verdict, cause = incident.verdict, incident.cause
-    # What to do next is for the operator of the server; these rows stand at the end.
+    # The `next` rows at the end are left out: they are for the operator of the server.
     screen = first_screen(incident)
     ends = next((place for place, line in enumerate(screen) if line.startswith("next    ")), len(screen))
     told = [f"### SGLang {incident.server.sglang_version}: {first_screen(incident, wraps=False)[0]}", ""]

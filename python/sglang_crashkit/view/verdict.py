@@ -1,6 +1,6 @@
 """The verdict of `explain`, on files that no crash handler wrote: on one screen, as Markdown, and as an incident.
 
-And what each class of verdicts means: ``docs/classes.md`` is `page_of_classes`, from ``classes.yaml``.
+`page_of_classes` makes ``docs/classes.md``, on what each class of verdicts means, from ``classes.yaml``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_crashkit.view.model import Section
 from sglang_crashkit.visible import visible
 
 CLASSES_PAGE = "docs/classes.md"
-#: What the levels mean, for who reads the word for the first time.
+#: What each level means, for a reader who sees the word for the first time.
 _LEVELS = {
     "established": "established: the kernel, the driver or the exception itself says so",
     "supported": "supported: the evidence points there",
@@ -31,10 +31,10 @@ _LEVELS = {
 }
 _RESTART = {"yes": "likely to help", "no": "does not help", "unknown": "may help or not"}
 _WIDTH, _LABEL = 118, 9
-#: Arguments that an issue needs most; the others are in the log.
-_TOLD_ARGUMENTS = 40
+#: Most server arguments that a report for an issue shows; the log has the others.
+_MAX_ARGUMENTS = 40
 _MAX_FRAMES, _MAX_QUOTES, _MAX_PROCESSES = 12, 6, 16
-#: The kind of an incident that was made of plain evidence; it has no more than so many events and processes.
+#: The kind of an incident made from plain evidence; its most events and processes, and characters of an event's text.
 KIND = "explained"
 _MAX_EVENTS, _MAX_KEPT, _MAX_TEXT = 400, 1024, 500
 _PAGE_HEAD = """\
@@ -73,10 +73,10 @@ def screen(verdict: Verdict, case: Case) -> Iterator[str]:
 
 
 def report(verdict: Verdict, case: Case) -> Section:
-    """Return what goes into an upstream issue: verdict, release, arguments, frames, words."""
+    """Return the text of an upstream issue: verdict, release, arguments, lines of evidence, frames, next steps."""
     known = (("first", verdict.first), ("component", verdict.component), ("SGLang", case.release))
     told = [f"{name}={value!r}" for name, value in case.arguments.items() if value not in (None, False, "", "auto")]
-    arguments = textwrap.wrap(_plain(", ".join(told[:_TOLD_ARGUMENTS])), _WIDTH, break_on_hyphens=False)
+    arguments = textwrap.wrap(_plain(", ".join(told[:_MAX_ARGUMENTS])), _WIDTH, break_on_hyphens=False)
     seen = [one for one in case.processes.values() if one.raised or one.stacks][:_MAX_PROCESSES]
     parts = [
         Section("Arguments", code=arguments),
@@ -96,7 +96,7 @@ def report(verdict: Verdict, case: Case) -> Section:
 
 
 def processes(case: Case) -> list[dict[str, Any]]:
-    """Return what is known of each process, for JSON: its name, where it was and what it said last."""
+    """Return what is known of each process, for JSON: its name and place, innermost frames and last log line."""
     return [
         {
             "who": one.who,
@@ -133,10 +133,10 @@ def _plain(text: str) -> str:
 def incident_of(verdict: Verdict, case: Case, *, now: float, kit: str) -> incident.Incident:
     """Return the incident of a case that was judged from plain evidence; `kit` is the kit's version.
 
-    What has no time of its own is of `now`, in seconds since the epoch.
+    Events that have no time get `now`, in seconds since the epoch.
     """
     known = [one for one in case.processes.values() if one.who][:_MAX_KEPT]
-    # A pid may stand in no evidence: then a number that no process has, by which the parts refer to it.
+    # A process without a known pid gets a negative number, by which the parts of the incident refer to it.
     pids = {id(one): one.pid or -place for place, one in enumerate(known, start=1)}
     first = next((one for one in known if verdict.first and one.who == verdict.first), None)
     failure = None if first is None else incident.Failure(pids[id(first)], _title(first))

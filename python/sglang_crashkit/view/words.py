@@ -1,4 +1,4 @@
-"""What one fact of an incident is called: the phrases that its screens, its summary and its page have in common."""
+"""Phrases for the facts of an incident, which its screens, its summary and its page share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sglang_crashkit.model.incident import Entry, Evidence, Incident, InStep, La
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.visible import visible
 
-#: A message of an event is no longer than this, and of a list so many entries are told.
+#: Most characters of an event's message, and most entries of a list that are shown.
 MAX_MESSAGE, _MAX_LIST = 100, 8
-#: Where a C++ library says that its own source raised an exception; a path on the machine that built it.
+#: Source file and line in a C++ library's exception, as a path on the machine that built the library.
 _BUILD_PATH = re.compile(r"\[?/[^\s\]]{1,200}\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
 _SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
 _LIBRARY = re.compile(r"\((?:torch|zmq|multiprocessing|concurrent|asyncio)/|\(<|\((?:threading|queue)\.py:")
-#: Where the requests of each reason of a suspicion are.
+#: Where the suspected requests are, by the reason of the suspicion.
 _PLACES = {UNANSWERED: "under way", IN_SEVERAL: "in the unfinished steps", IN_LAST: "in the last step"}
 
 
@@ -32,12 +32,12 @@ def one_line(text: str) -> str:
 
 
 def without_build_paths(text: str) -> str:
-    """Return a text without the paths of who built a library, which say nothing of this machine."""
+    """Return a text without the source paths of C++ libraries, which are of the machine that built them."""
     return _BUILD_PATH.sub("", text)
 
 
 def message(text: str) -> str:
-    """Return a message in one line of at most `MAX_MESSAGE` characters, without the path of who built a library."""
+    """Return a message as one line of at most `MAX_MESSAGE` characters, `without_build_paths`."""
     return cut(one_line(without_build_paths(text)), MAX_MESSAGE)
 
 
@@ -47,26 +47,26 @@ def count(number: int, noun: str) -> str:
 
 
 def some(names: Sequence[object], number: int | None = None) -> str:
-    """Return the first few of so many names, all by default."""
+    """Return the first few names, and how many more there are of `number` in all, by default `len(names)`."""
     number = len(names) if number is None else number
     shown = names[:_MAX_LIST]
     return ", ".join(map(str, shown)) + (f" and {number - len(shown):,} more" if number > len(shown) else "")
 
 
 def span(numbers: Sequence[float], before: str, behind: str, digits: int) -> str:
-    """Return the range of some numbers between two texts; empty where there is no number."""
+    """Return ``MIN to MAX`` of the numbers between the texts `before` and `behind`; empty without a number."""
     told = dict.fromkeys(f"{number:.{digits}f}" for number in (min(numbers), max(numbers))) if numbers else ()
     return f"{before}{' to '.join(told)}{behind}" if told else ""
 
 
 def moment(time: str) -> str:
-    """Return a time of the incident to the second as a person writes it."""
+    """Return an ISO time as ``2026-01-02 03:04:05``; any other text as it is."""
     found = _SECONDS.match(time)
     return f"{found[1]} {found[2]}" if found else time
 
 
 def duration(secs: float) -> str:
-    """Return seconds in the unit that a person would use."""
+    """Return a number of seconds as text, in the unit that a person would use."""
     minutes = int(secs // 60)
     if secs < 120:
         return f"{secs:.0f} s"
@@ -79,31 +79,31 @@ def duration(secs: float) -> str:
 
 
 def state(process: ProcessReport) -> str:
-    """Return whether a process was alive when it was looked at, was stopped, or raised; and how it ended otherwise."""
+    """Return how a process ended; or else that it was stopped, had raised, or was alive when it was sampled."""
     end = process.exit
     if end is None:
         return process.stopped or ("raised an exception" if process.has("exception") else "alive then")
-    # That it was a signal goes without saying.
+    # A signal's name already says that the cause was a signal.
     cause = "" if end.cause == "signal" else f"{end.cause}: "
     return f"dead, {end.signal or f'exit status {end.code}'} ({cause}{end.detail})"
 
 
 def short_frame(frames: Sequence[str]) -> str:
-    """Return the innermost frame of SGLang's own, or else of any code, with the last part of its path."""
+    """Return the innermost frame in SGLang, or else outside of libraries, with only the file name of its path."""
     own = next((text for text in frames if "(sglang/" in text), None)
-    # Older kits wrote paths of some of SGLang's own modules without its name.
+    # Older kits wrote the paths of some of SGLang's modules without the leading ``sglang/``.
     told = own or next((text for text in frames if not _LIBRARY.search(text)), frames[0])
     function, _, place = told.rpartition(" (")
     return f"{function} ({place.rpartition('/')[2]}" if function else told
 
 
 def batch(step: InStep | Step) -> str:
-    """Return what a step runs: ``decode of 3``."""
+    """Return the batch that a step runs, such as ``decode of 3``."""
     return f"{step.mode} of {step.size:,}" if step.mode else "not yet scheduled"
 
 
 def in_step(*steps: InStep) -> str:
-    """Describe the step that a group of processes is in: how far it had come, and how long it ran."""
+    """Describe the step that a group of processes is in: its number, batch and phase, and how long it ran."""
     ran = span([step.seconds for step in steps], ", for ", " s", 3)
     return f"step {steps[0].number:,}: {batch(steps[0])}, {steps[0].phase.replace('_', ' ')}{ran}"
 
@@ -114,22 +114,22 @@ def step_done(step: Step | None) -> str:
         return "-"
     took = f"{(step.ended - step.began) * 1000:.1f} ms" if step.ended is not None else step.phase.replace("_", " ")
     ran = [step.mode, f"{step.size} req", f"{step.tokens:,} tok"] if step.mode else []
-    # What they were about is a hash or a count, which only another rank's says something beside.
+    # A decision's value is a hash or a count, which says nothing without another rank's: show only the names.
     return ", ".join([*ran, *sorted(name for name, number in step.decisions.items() if number), took])
 
 
 def last_sign(*signs: LastSign) -> str:
-    """Return what schedulers that agree were about when their heartbeats were last written to, and when that was."""
+    """Return what schedulers that agree did at their last heartbeat, and how long before their end or sample."""
     collecting = ", in a garbage collection" if signs[0].collecting_secs else ""
     return f"{signs[0].doing}{collecting}{span([sign.seconds_before for sign in signs], ', ', ' s before', 1)}"
 
 
 def evidence(*pieces: Evidence, of: str = "") -> str:
-    """Return what became of a piece of evidence that several processes may have, and whose it is where not of all."""
+    """Describe the same piece of evidence of several processes; `of` names them where not all of a group have it."""
     one = pieces[0]
     paths = list(dict.fromkeys(piece.path for piece in pieces if piece.path))
     reasons = list(dict.fromkeys(piece.reason for piece in pieces if piece.reason))
-    # Such as the pid in a path; whose it is, is no more than a number here.
+    # The reasons of several processes differ only in numbers, such as the pid in a path: show ``N`` instead.
     why = reasons if len(reasons) < 2 else [without_own_numbers(reasons[0], "N")]
     folder = [f"{paths[0].rpartition('/')[0]}/, {len(paths):,} files"] if len(paths) > 1 else paths
     where = "; ".join([*folder, *why]) or "in incident.json"
@@ -139,14 +139,14 @@ def evidence(*pieces: Evidence, of: str = "") -> str:
 
 
 def details(event: Entry) -> str:
-    """Return what is told of an event beside its time and its process."""
+    """Return an event's fields as text, without its time, name and process."""
     hidden = ("time", "event", "pid", "title")
     return ", ".join(_detail(name, value) for name, value in event.items() if name not in hidden and value is not None)
 
 
 def _detail(name: str, value: object) -> str:
     if name == "message":
-        # The whole of it stands in the verdict, or in the process's own record.
+        # The verdict, or the process's own record, has the whole message.
         return message(str(value))
     if name == "segments" and isinstance(value, list):
         segments = [one for one in value if isinstance(one, dict)]
@@ -170,7 +170,7 @@ def undecided(incident: Incident) -> str:
 
 
 def suspect(incident: Incident, most: int) -> str:
-    """Return which request is suspected most, its id in at most so many characters; or that none is."""
+    """Return the likeliest suspect, its id cut to `most` characters; or `undecided`; empty without suspects."""
     if (told := undecided(incident)) or not incident.suspects:
         return told
     first = incident.suspects[0]
@@ -178,7 +178,7 @@ def suspect(incident: Incident, most: int) -> str:
 
 
 def requests(requests: Requests) -> str:
-    """Return what became of the requests."""
+    """Return how many requests finished, and where they are saved or why they are not."""
     number, journal = requests.counts, requests.journal
     finished, unfinished = (number.finished, number.unfinished) if number is not None else (None, None)
     counts = f"{finished} finished and {unfinished} unfinished"
@@ -191,5 +191,5 @@ def requests(requests: Requests) -> str:
 
 
 def sizes(parallel: Mapping[str, int]) -> Iterator[str]:
-    """Yield the parallel sizes that tell something; only the first one does where there is one rank."""
+    """Yield the parallel sizes other than 1, and ``tp`` in any case; ``node_rank`` is not a size."""
     yield from (f"{name} {n}" for name, n in parallel.items() if name == "tp" or (name != "node_rank" and n != 1))

@@ -8,7 +8,7 @@ from sglang_crashkit.cli.arguments import add_python
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode
 
-#: What the installation was → what it is now.
+#: State of the installation before → what `apply` did to it.
 _DONE = {
     "outdated": "is patched anew, over an earlier kit's patches",
     "interrupted": "is patched; a change that was cut off is finished",
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Do what ``args.command`` says, and say what was done."""
+    """Apply or revert, as ``args.command`` says, and print what was done."""
     from sglang_crashkit.installer.apply import apply, revert
     from sglang_crashkit.installer.environment import open_session
     from sglang_crashkit.installer.status import State

@@ -1,4 +1,4 @@
-"""``sglang-crashkit bundle``: an incident and a report of it in one file, to be attached to a bug report."""
+"""``sglang-crashkit bundle``: an incident and a report of it in one file, to attach to a bug report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang_crashkit.incident.store import StoredIncident
 
 REPORT = "report.md"
-#: What the kit makes of facts: no word of a request or of the server's own messages is in it.
+#: Files that the kit makes from facts: they hold no text of a request or of the server's own messages.
 _WITHOUT_PROMPTS = ("environment.json", "gpu/facts.json", "gpu/*flight_recorder*", "stacks/*", "ranks/*.steps.jsonl")
 _DOCUMENT = "incident.json"
 _ZSTD = ".tar.zst"
@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Write it."""
+    """Write the bundle, or with ``--report`` print its report."""
     from sglang_crashkit.model.incident import Incident
     from sglang_crashkit.view.evidence import IncidentFiles
     from sglang_crashkit.view.terminal import format_report
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     incident = find_incident(args.incident, args.folder)
     document = incident.document or {}
     if args.no_prompts:
-        document = _without(document, sorted(set(_messages_in(document)), key=len, reverse=True))
+        document = _without_messages(document, sorted(set(_messages_in(document)), key=len, reverse=True))
     report = format_report(Incident.of(document), IncidentFiles(incident.path), messages=not args.no_prompts).replace(
         "\0", " "
     )
@@ -103,14 +103,14 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _write(path: Path, incident: StoredIncident, report: str, document: dict[str, Any] | None) -> tuple[int, list[str]]:
-    """Write the file in one step, without prompts where a `document` takes the place of ``incident.json``.
+    """Write the bundle in one step; with a `document` for ``incident.json``, leave out files that may hold prompts.
 
-    Return how many files it holds, and which are left out.
+    Return how many files it holds, and the names of those that are left out.
     """
     import zstandard
 
     temporary, top, left_out = path.with_name(f".{path.name}.{os.getpid()}.new"), f"sglang-{incident.name}", []
-    # One that is not whole has none.
+    # An unfinished incident has no incident.json: write what was read from its log.
     told = document if document is not None or (incident.path / _DOCUMENT).exists() else incident.document
     texts = {REPORT: report} | ({} if told is None else {_DOCUMENT: json.dumps(told, indent=2) + "\n"})
     try:
@@ -129,7 +129,7 @@ def _write(path: Path, incident: StoredIncident, report: str, document: dict[str
             ):
                 is_kept = document is None or any(fnmatch.fnmatchcase(name, one) for one in _WITHOUT_PROMPTS)
                 try:
-                    # A link may lead anywhere, and a pipe holds nothing.
+                    # Only regular files: a link may lead anywhere, and a pipe may block.
                     file = open_regular(incident.path / name) if is_kept and name not in texts else None
                 except OSError:
                     file = None
@@ -155,8 +155,8 @@ def _messages_in(value: Any) -> Iterator[str]:
         yield from _messages_in(one)
 
 
-def _quotes(step: str) -> bool:
-    """Say whether a step has words of a message or a log in a form of its own."""
+def _quotes_message(step: str) -> bool:
+    """Say whether a next step quotes a message or a log."""
     from sglang_crashkit.judge.knowledge import load
 
     templates = load("findings")["steps"]
@@ -164,12 +164,14 @@ def _quotes(step: str) -> bool:
     return "/issues?q=" in step or step.startswith(tuple(heads))
 
 
-def _without(value: Any, messages: list[str]) -> Any:
-    """Return a value without the messages of exceptions, also where they are cut off; their classes stay."""
+def _without_messages(value: Any, messages: list[str]) -> Any:
+    """Return a JSON value without the messages of exceptions, whole or cut off; the exceptions' classes stay."""
     if isinstance(value, dict):
-        return {name: _without(one, messages) for name, one in value.items()}
+        return {name: _without_messages(one, messages) for name, one in value.items()}
     if isinstance(value, list):
-        return [_without(one, messages) for one in value if not (isinstance(one, str) and _quotes(one))]
+        return [
+            _without_messages(one, messages) for one in value if not (isinstance(one, str) and _quotes_message(one))
+        ]
     for message in messages if isinstance(value, str) else ():
         kind, colon, words = message.partition(": ")
         value = value.replace(message, f"{kind}: {REDACTED}" if colon else REDACTED)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang_crashkit.model.verdict import Verdict
 
 _MAX_TITLES = 8
-#: More lines, of processes or of what is missing, are in the file only.
+#: Most lines that are printed of the processes, and of what is missing; the file has all.
 _MAX_LINES = 100
 _STDOUT = 1
 _EXAMPLES = """\
@@ -122,16 +122,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _host_names(text: str) -> list[str]:
-    """Return the names in a list: commas, blanks and new lines part them, and ``#`` begins a comment."""
+    """Return the names in a list, separated by commas, blanks or new lines; ``#`` begins a comment."""
     lines = (line.partition("#")[0] for line in text.splitlines())
     return [host for line in lines for host in line.replace(",", " ").split()]
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Wait, collect, and print what there is."""
+    """Wait, collect, and print what was collected."""
     from sglang_crashkit.capture.debug_config import DebugConfig, expand_output, read_debug_config
 
-    # The command line counts for more than the file.
+    # The command line overrides the file.
     config = DebugConfig(enabled=True, wait_seconds=0) if args.config is None else read_debug_config(args.config)
     if not config.enabled:
         raise NothingToDoError(
@@ -155,7 +155,7 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     from sglang_crashkit.kernel.private_files import make_private_folder
 
     began, user = time.monotonic(), _user_of(args)
-    # In a step of a Slurm job, those of another job on the same node are not asked for.
+    # Within a Slurm job, the servers of other jobs on the same node are left out.
     here = Place.of_environ(os.environ) if args.pid is None else None
 
     def find() -> Discovery:
@@ -166,11 +166,11 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
         args.pid = _wait_until_unhealthy(args, wait_secs, is_one=not several) or args.pid
     elif wait_secs:
         if not several:
-            # Better told before a long wait than after it.
+            # Several servers are an error: report it before the wait, not after it.
             _require_one_server(find())
         _wait(wait_secs, _overview(find()))
     found = find()
-    for line in _passed_over(found):
+    for line in _skipped_lines(found):
         tell(line)
     if not found.processes:
         raise _nothing(args, found)
@@ -180,7 +180,7 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
         try:
             output = make_private_folder(output.absolute())
         except (CrashkitError, OSError):
-            # As in a container. What is in the files is printed.
+            # A container may not have that folder. The answer contains the files, so any folder will do.
             output = Path(tempfile.mkdtemp(prefix="sglang-crashkit-collect-"))
     collection = Collection(found.processes, Plan(output, args.snapshots, args.interval, native=args.native), tell)
     interrupt: KeyboardInterrupt | None = None
@@ -211,7 +211,7 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
 
 
 def _say_snapshots(collection: Collection) -> None:
-    """Print what the processes did, and in a sentence the verdict."""
+    """Print what the processes did, and the verdict in one sentence."""
     from sglang_crashkit.view.collected import moment_lines
 
     for one in collection.collected:
@@ -237,7 +237,7 @@ def _say_end(collection: Collection, output: Path) -> None:
 
 
 def _say_verdict(verdict: Verdict, case: Case) -> None:
-    """Print it as ``sglang-crashkit explain`` does, where any stack was seen."""
+    """Print the verdict as ``sglang-crashkit explain`` does, if any stack was taken."""
     from sglang_crashkit.redact import redact_text
     from sglang_crashkit.view.verdict import screen
 
@@ -247,7 +247,7 @@ def _say_verdict(verdict: Verdict, case: Case) -> None:
 
 
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
-    # What one host needs starts without what many do.
+    # Imported here, so that collecting on this host alone does not import it.
     from sglang_crashkit.collect.collection import judged
     from sglang_crashkit.collect.gather import EXPLANATION, gather
     from sglang_crashkit.redact import redact_text
@@ -259,7 +259,7 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
         )
     transport = _transport(args)
     command = _remote_command(args)
-    # What is wrong with it is better told before a long wait than after it.
+    # The transport is checked above: report its errors before a long wait, not after it.
     if args.when_unhealthy is not None:
         _wait_until_unhealthy(args, wait_secs, is_one=False)
     elif wait_secs:
@@ -290,7 +290,7 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
 
 
 def _transport(args: argparse.Namespace) -> Transport:
-    """Return the nodes that are meant."""
+    """Return the transport to the nodes that the arguments name."""
     from sglang_crashkit.collect.via import hosts_via, job_via
 
     if args.slurm_job is not None:
@@ -308,11 +308,11 @@ def _transport(args: argparse.Namespace) -> Transport:
 
 
 def _remote_command(args: argparse.Namespace) -> list[str]:
-    # A container's or a host's image has a Python of its own; its path is not this one's.
+    # Another host or container has its own Python, whose path differs from this one's.
     same_image = args.slurm_job is not None and args.container_name is None
     command = args.remote_command or [sys.executable if same_image else "python3", "-m", "sglang_crashkit"]
     command = [*command, "collect", "--json", f"--gathered-within={args.node_timeout}"]
-    # In a step of a Slurm job that job says which servers are meant.
+    # Within a Slurm job, the collector takes the servers of that job, so it needs no --all-servers.
     every = args.slurm_job is None and (args.all_servers or args.config is not None)
     command += ["--all-servers"] if every else []
     command += [f"--snapshots={args.snapshots}", f"--interval={args.interval:g}"]
@@ -322,7 +322,7 @@ def _remote_command(args: argparse.Namespace) -> list[str]:
 
 
 def _require_one_server(found: Discovery) -> None:
-    """Refuse where the processes are of several servers."""
+    """Raise RefusedError where the processes belong to several servers."""
     of_server = {one.server or one.pid: one for one in found.processes}
     if len(of_server) < 2:
         return
@@ -353,13 +353,13 @@ def _user_of(args: argparse.Namespace) -> int | None:
 
 
 def _wait(seconds: float, overview: str) -> None:
-    """Say what there is to collect, and wait."""
+    """Print what there is to collect, and wait."""
     tell(f"collecting in {seconds:.0f} s: {overview}")
     time.sleep(seconds)
 
 
 def _wait_until_unhealthy(args: argparse.Namespace, wait_secs: float, *, is_one: bool) -> int | None:
-    """Wait until it is, and return the process that listens there where `is_one` asks for its server alone."""
+    """Wait until the server is unhealthy; with `is_one`, for a single server, return the process that listens there."""
     from sglang_crashkit.collect.unhealthy import process_at, wait_until_unhealthy
     from sglang_crashkit.kernel.server_address import Address
 
@@ -381,7 +381,7 @@ def _overview(found: Discovery) -> str:
     return f"{_counted(len(titles), 'process', 'processes')}: {', '.join(titles[:_MAX_TITLES]) or 'none yet'}"
 
 
-def _passed_over(found: Discovery) -> Iterator[str]:
+def _skipped_lines(found: Discovery) -> Iterator[str]:
     from sglang_crashkit.collect.collection import name_of
 
     for user, pids in found.others.items():
@@ -411,12 +411,12 @@ def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:
 
 
 def _status_of(statuses: Set[int | None], interrupt: KeyboardInterrupt | None) -> ExitCode:
-    """Return the status of a whole, by those of its processes or of its nodes."""
+    """Return the exit status of a command from those of its processes or nodes."""
     if interrupt is not None:
         return ExitCode.TERMINATED if isinstance(interrupt, Terminated) else ExitCode.INTERRUPTED
     if statuses == {ExitCode.NOTHING}:
         return ExitCode.NOTHING
-    # A node that nothing of SGLang runs on is no failure: the router may have one of its own.
+    # A node without SGLang is no failure: the router may have a node of its own.
     if statuses <= {ExitCode.DONE, ExitCode.NOTHING}:
         return ExitCode.DONE
     return ExitCode.PARTIAL if statuses & {ExitCode.DONE, ExitCode.PARTIAL} else ExitCode.FAILED

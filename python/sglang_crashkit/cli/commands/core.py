@@ -1,4 +1,4 @@
-"""``sglang-crashkit core``: say what a GPU core holds, by NVIDIA's cuda-gdb."""
+"""``sglang-crashkit core``: print what a GPU core holds, as NVIDIA's cuda-gdb reads it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Read it."""
+    """Read the core and print it."""
     from sglang_crashkit.capture.cuda_core.reading import core_in_lines, read_cuda_core
 
     core = read_cuda_core(args.file.resolve())

@@ -1,4 +1,4 @@
-"""``sglang-crashkit doctor``: say what would keep a crash of a server from being recorded, before it comes to that."""
+"""``sglang-crashkit doctor``: find what would keep a server's crash from being recorded, before there is a crash."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Check, and print what was found; the exit status is 1 where there is a problem."""
+    """Run the checks and print what they found; the exit status is 1 where there is a problem."""
     from sglang_crashkit.cli.commands.status import find_running_servers
     from sglang_crashkit.doctor.checks import CHECKS, Target
     from sglang_crashkit.kernel import procfs

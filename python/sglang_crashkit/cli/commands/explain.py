@@ -27,10 +27,10 @@ examples:
   sglang-crashkit explain --class gpu_stall       what a class means
 """
 
-#: What names an incident that is no path.
+#: Names an incident that is not given as a path.
 _INCIDENT = re.compile(r"latest|[0-9a-f]{4,8}")
 
-#: Of each file of plain evidence, what an incident keeps: its end.
+#: Most bytes that a saved incident keeps of each file of plain evidence, from the file's end.
 _MAX_SAVED = 4 << 20
 
 
@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Read the evidence, judge it and print the verdict."""
     if args.kind is not None:
-        return _class(args.kind)
+        return _print_class(args.kind)
     if not args.files:
         raise UsageError("there is no file to explain", next_step="sglang-crashkit explain FILE, or - for stdin")
     from sglang_crashkit.incident.store import incidents_below
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     paths = [_path_of(name) for name in dict.fromkeys(args.files)]
     incidents = [path for path in paths if is_incident(path)]
     below, others = incidents_below(path for path in paths if path not in incidents and path.is_dir())
-    # What else a host's folder holds is in its incidents.
+    # The other files in a host's crash folder are not read: the incidents have what they hold.
     hosts = {path.parent.parent if path.parent.name == "incidents" else path for path in below}
     problems: list[CrashkitError] = []
     texts = [text for path in paths if path not in incidents for text in _texts_in(path, hosts, problems)]
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _texts_in(path: Path, hosts: set[Path], problems: list[CrashkitError]) -> list[Path]:
-    """Return what is to be read as text of a path that may hold the crash folders of hosts."""
+    """Return what to read as text: the path, or the files below it that are outside of the crash folders `hosts`."""
     if not any(host.is_relative_to(path) for host in hosts):
         return [path]
     from sglang_crashkit.kernel.private_files import files_below
@@ -113,7 +113,7 @@ def _texts_in(path: Path, hosts: set[Path], problems: list[CrashkitError]) -> li
 
 
 def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> Path:
-    """Write an incident of plain evidence below a folder, its text beside it, and return the incident's path."""
+    """Save a verdict on plain evidence as an incident below `folder`, with the texts; return the incident's path."""
     from sglang_crashkit import __version__
     from sglang_crashkit.incident.store import IncidentName
     from sglang_crashkit.kernel.private_files import make_private_folder, open_regular, write_json, write_private
@@ -135,7 +135,7 @@ def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> 
                 skipped = max(0, file.stat().st_size - _MAX_SAVED)
                 opened.seek(skipped)
                 text = opened.read(_MAX_SAVED).decode(errors="replace")
-            # In a line that is cut a secret has lost its name.
+            # Drop a line whose beginning is cut off: a secret in it has lost the name by which it is found.
             text = redact_text(text.partition("\n")[2] if skipped else text)
             write_private(logs / f"{number}-{file.name}", text.encode(errors="replace"))
     except OSError as error:
@@ -153,7 +153,7 @@ def _path_of(name: str) -> Path:
     return path
 
 
-def _class(kind: str) -> ExitCode:
+def _print_class(kind: str) -> ExitCode:
     from sglang_crashkit.judge.knowledge import load
     from sglang_crashkit.view.verdict import class_lines, page_of_classes
 

@@ -17,13 +17,13 @@ from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name, unreadable_error
 from sglang_crashkit.model.lenient import mappings_of
 
-#: What the index of each folder has of each fault.
+#: Folder → key of a fault → its entry in the folder's index.
 Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
-#: What is kept of an incident, and of its main process.
+#: Fields that are kept of an incident, and of its main process.
 _KEPT = ("id", "kind", "trigger", "server", "requests", "peers", "verdict", "cause", "fault")
 _KEPT_OF_MAIN = ("pid", "title", "role", "rank")
 _HEAD: tuple[str, ...] = ("id", "time (UTC)", "kind", "who", "cause", "requests", "seen")
-#: The widest that a cause is shown.
+#: Most characters of a cause.
 _WIDEST = 50
 _EXAMPLES = """\
 examples:
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """List them; the exit status is 5 where some of the folders cannot be read."""
+    """List the incidents; the exit status is 5 where some of the folders cannot be read."""
     from sglang_crashkit.cli.crash_folder import known_folders, tell_unreadable
     from sglang_crashkit.view import by_fault
 
@@ -90,13 +90,13 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _kept(document: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: document[name] for name in _KEPT if name in document}
-    # Any other one is named by its title, which stands in the verdict.
+    # The table takes any other process's name from its title, which is in the verdict.
     main = [one for one in mappings_of(document.get("processes")) if one.get("role") == "server"]
     return kept | {"processes": [{name: process.get(name) for name in _KEPT_OF_MAIN} for process in main]}
 
 
 def _fault_of(incident: StoredIncident, faults: Faults) -> dict[str, Any] | None:
-    """Return what an incident says of its fault, and when it was last seen and how often in all; None without one."""
+    """Return an incident's fault, with the number of all its incidents and the time of the last; None without one."""
     import msgspec
 
     fault = incident.incident.fault
@@ -107,7 +107,7 @@ def _fault_of(incident: StoredIncident, faults: Faults) -> dict[str, Any] | None
 
 
 def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
-    # A table needs no words of a whole incident.
+    # Imported here: the table does not need it.
     from sglang_crashkit.view.model import headline
 
     document = incident.document or {}
@@ -123,7 +123,7 @@ def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
 
 
 def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> Iterator[str]:
-    """Yield the table, where the newest one lies, and how to look at it."""
+    """Yield the table, then the path of the newest incident and the command that shows it."""
     rows = [_HEAD, *(_row(one, (_fault_of(one, faults) or {}).get("total")) for one in incidents)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -134,7 +134,7 @@ def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> Iterator[st
 
 
 def _row(incident: StoredIncident, total: object) -> tuple[str, ...]:
-    """Return its line, with how often its fault was seen."""
+    """Return an incident's row of the table; `total` is how often its fault was seen."""
     from sglang_crashkit.incident.names import Names
     from sglang_crashkit.view.words import cut
 
@@ -149,7 +149,7 @@ def _row(incident: StoredIncident, total: object) -> tuple[str, ...]:
     who = ", ".join(f"{peer.role} {peer.address}" for peer in told.peers[:1]) or "-"
     if verdict is not None and verdict.first_failure is not None:
         who = Names(told).short(verdict.first_failure)
-    # Without a cause, what the verdict says.
+    # Without a cause, show the verdict.
     why = f"{verdict.text} [{verdict.level}]" if verdict is not None and verdict.text else "-"
     why = f"{cause.kind} ({cause.level})" if cause is not None else why
     lost = str(counts.unfinished) if counts is not None else "-"

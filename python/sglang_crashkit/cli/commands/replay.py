@@ -1,4 +1,4 @@
-"""``sglang-crashkit replay``: send the requests of an incident again, or find which of them bring its fault back."""
+"""``sglang-crashkit replay``: send the requests of an incident again, or find those that reproduce its fault."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Send them; PARTIAL where not all were answered or found, or where the server of --serve failed."""
+    """Send the requests; PARTIAL where not all were answered or found, or where the server of --serve failed."""
     from sglang_crashkit.incident.requests import read_requests
     from sglang_crashkit.kernel.server_address import Address
     from sglang_crashkit.replay.server import MAX_GAP_SECS, OwnServer, send_all

@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Print it."""
+    """Print the incident, or the part of it that an option names."""
     if args.prompts and args.html is None:
         raise UsageError("--prompts is for a page", next_step="sglang-crashkit show INCIDENT --html FILE --prompts")
     if args.schema:
@@ -89,10 +89,10 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
-    """Return the first screen of an incident that was meant by ``args.incident`` and ``args.folder``."""
+    """Yield the first screen of an incident that ``args.incident`` and ``args.folder`` name."""
     from sglang_crashkit.view.first_screen import first_screen
 
-    # What finds it again from here, once there are later ones, too: an id alone does where it was looked up by that.
+    # `where` finds this incident again, also after later ones: its id alone does if it was found by id, without folder.
     path, folder = Path(args.incident), args.folder
     is_named = "/" in args.incident or path.exists()
     if is_named and path.absolute().name != incident.path.absolute().name:

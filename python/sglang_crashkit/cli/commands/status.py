@@ -1,4 +1,4 @@
-"""``sglang-crashkit status``: say what an installed SGLang is, and which servers here have their crash handler."""
+"""``sglang-crashkit status``: print the state of an installed SGLang, and which servers here have a crash handler."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server, by one of its processes."""
+    """A server, named by one of its processes."""
 
-    pid: int  # a worker's; the main process's where no worker is known
-    title: str  # the process's
+    pid: int  # of a worker, or of the main process where no worker is known
+    title: str  # title of that process
     runtime: str  # the runtime folder of its crash handler; empty where it has none
     handler: int | None  # the crash handler's pid; None if unknown
-    problem: str  # why the handler does not hear of a crash; empty where it does
+    problem: str  # why a crash would not reach the handler; empty where it would
 
 
 def find_running_servers() -> list[RunningServer]:
     """Return the servers of this user, or of all where this is root; those that never had a crash handler come last.
 
-    A server whose runtime folder was removed, or whose handler was killed, serves on; but a crash of it leaves no
-    incident. setproctitle writes over what the kernel shows of the environment, so that a file that a worker holds open
-    names the folder.
+    A server whose runtime folder was removed, or whose handler was killed, serves on, but its crash leaves no incident.
+    The runtime folder is found by a file that a worker holds open: setproctitle overwrites the environment that the
+    kernel shows.
     """
     servers: dict[int, list[FoundProcess]] = {}
     for one in find_processes(user=os.geteuid() or None, everything=True).processes:
@@ -83,7 +83,7 @@ def find_running_servers() -> list[RunningServer]:
             pid, folder = hooked
             found.setdefault(folder, _look(pid, procfs.read_title(pid), folder))
         else:
-            # Where it is known by its command line, its ranks have no titles yet, or get none.
+            # A server that is known only by its command line has ranks without titles: it may still be starting.
             is_new = worker.way == "command line"
             problem = "" if is_new else "it was started without the kit, or by a launch that has none"
             found[f"none of {main}"] = RunningServer(worker.pid, worker.title, "", None, problem)
@@ -91,7 +91,7 @@ def find_running_servers() -> list[RunningServer]:
 
 
 def _look(pid: int, title: str, folder_path: str) -> RunningServer:
-    # As the server sees it, which may have another temporary folder, in a container.
+    # The path is the server's: in a container it may have another temporary folder than this command.
     inside = _PROC / str(pid) / "root" / folder_path.lstrip("/")
     try:
         folder = os.open(inside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -99,7 +99,7 @@ def _look(pid: int, title: str, folder_path: str) -> RunningServer:
         problem = f"its runtime folder is gone ({error.strerror}), as after a cleaner of the temporary folder"
         return RunningServer(pid, title, folder_path, None, problem)
     try:
-        # A socket's path has 107 bytes at most, which the long way to it may exceed.
+        # A socket's path has at most 107 bytes, which the path through /proc/PID/root may exceed.
         runtime = _PROC / "self" / "fd" / str(folder)
         problem = "" if protocol.is_reachable(str(runtime / SOCKET)) else "its crash handler has ended"
         return RunningServer(pid, title, folder_path, read_handler_pid(runtime), problem)
@@ -108,18 +108,18 @@ def _look(pid: int, title: str, folder_path: str) -> RunningServer:
 
 
 def _runtime_of(pid: int) -> str:
-    """Return the runtime folder in which a process has its hooks; empty where it has none, or may not be read."""
+    """Return the runtime folder with a process's stack hooks; empty where it has none or cannot be inspected."""
     stat = procfs.read_stat(pid)
     if stat is None:
         return ""
-    # The pid in its name is another one outside a container.
+    # Compare without the pid in the name, which differs inside and outside of a container.
     ending = HookFiles.of(Path(), pid, stat.start_ticks).fault.name.removeprefix(str(pid))
     paths = (Path(str(path).removesuffix(_DELETED)) for _link, path in procfs.open_files(pid))
     return next((str(path.parent) for path in paths if path.name.endswith(ending)), "")
 
 
 def format_server(server: RunningServer) -> str:
-    """Return a line for a person."""
+    """Return a line on the server for a person."""
     name = f"running: the server of {server.title} (pid {server.pid})"
     if not server.problem:
         return f"{name} is watched by crash handler {server.handler}" if server.runtime else f"{name} is still starting"

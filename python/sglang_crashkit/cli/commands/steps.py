@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Print them."""
+    """Print the steps."""
     return print_steps(find_incident(args.incident, args.folder), args.rank, args.last, as_json=args.json)
 
 

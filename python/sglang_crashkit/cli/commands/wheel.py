@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Build both and say how to install them."""
+    """Build both wheels and print how to install them."""
     from sglang_crashkit.installer.patches import PatchTree, find_patch_root, is_release, load_lock
     from sglang_crashkit.installer.wheel import (
         build_kit_wheel,
