@@ -108,7 +108,7 @@ class Case(msgspec.Struct, kw_only=True):
         return sorted(found, key=lambda one: (one.side, *(one.ranks.get(name, -1) for name in ("pp", "dp", "tp"))))
 
     def batch_before(self, event: Event) -> str:
-        """Return the line of the last batch before an event, if it took in new requests; empty otherwise."""
+        """Return the line of the log's last batch if it took in new requests and an event follows it; else empty."""
         batches = [one for one in self.progress if one.kind in ("prefill", "decode") and one.file == event.file]
         last = max(batches, key=lambda one: one.last_order, default=None)
         return last.text if last is not None and last.kind == "prefill" and last.last_order < event.order else ""
