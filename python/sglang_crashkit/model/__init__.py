@@ -1,19 +1,19 @@
-"""What the kit knows of processes, stacks and incidents: data, and no judgement.
+"""The kit's data about processes, stacks and incidents, without judgement.
 
-Here stands what is needed to print an incident, which starts without the model of all that may stand in one.
+This module holds only constants, so that a command that prints an incident need not load the whole model.
 """
 
-#: Of ``incident.json``; it grows when a reader of the older form would misread it.
+#: Version of ``incident.json``; it grows when a reader of the older form would misread it.
 SCHEMA_VERSION = 1
-#: What a reason begins with where a suspect is one although no step that was not finished has it.
+#: Start of the reason for a suspect that is in no unfinished step.
 UNANSWERED = "it had not been answered"
-#: The reason of one where several steps were not finished and it is not known at which of them the rank failed.
+#: Reason for a suspect where several steps were unfinished and it is not known in which of them the rank failed.
 IN_SEVERAL = "it was in one of several steps that were not finished"
-#: The reason of one that was finished, as all steps were.
+#: Reason for a suspect in the last step, where all steps were finished.
 IN_LAST = "it was in the last step, and no step was unfinished"
-#: Where nothing else was under way one of these, and a suspicion before, proves a request.
+#: Reasons for a suspect that was the only request. With an earlier suspicion of it, any of them is a proof.
 ALONE = "it was the only request of the step that was not finished"
 ALONE_AT = "it was the only request of the step in which the rank failed"
 ONLY = f"{UNANSWERED}, was in no step yet, and no other one was under way"
-#: Said of one whose client had gone, or of which somebody asked for the end; it speaks neither for nor against it.
+#: Note on a suspect whose client had disconnected or whose abort was requested; it counts neither for nor against.
 ABORTED = "it had been aborted before"

@@ -1,4 +1,4 @@
-"""The one form of the evidence that the judge reads: all events of a case, put in order and sorted by process.
+"""The only form of evidence that the judge reads: all events of a case, in order and grouped by process.
 
 `case_of` is pure: the same events give the same `Case`, whatever source they come from.
 """
@@ -36,12 +36,12 @@ from sglang_crashkit.model.event import (
 
 _RANK = re.compile(r"\b(TP|DP|PP|EP|ATTN_CP|MOE_DP|CP)\s?(\d+)\b")
 _LOUD = {"critical": 2, "error": 2, "warning": 1}
-#: What Python warns of, and the head of an exception that is told by itself.
+#: Python's warnings, and the line before a traceback that is an event of its own: not errors by themselves.
 _NO_FAILURE = re.compile(r"Warning: |deprecated|Exception in ASGI application")
 _CTRL_C = re.compile(r"\^C|\bKeyboardInterrupt\b")
 #: Processes that hold no model.
 _ROLES = ("detokenizer", "tokenizer", "router", "controller", "encoder", "trainer")
-#: In which list of its process, or of the case, an event of a class stands.
+#: By class of event, the list of the process, or of the case, that holds it.
 _OF_PROCESS: dict[type, str] = {Line: "lines", Raised: "raised", Stack: "stacks", Exit: "exits", Stage: "stages"}
 _OF_PROCESS |= {Progress: "progress"}
 _OF_CASE: dict[type, str] = {
@@ -51,14 +51,14 @@ _OF_CASE: dict[type, str] = {
 
 
 class Process(msgspec.Struct, kw_only=True):
-    """One process of the case, and all that is known of it, in order."""
+    """One process of the case, with its events in order."""
 
     who: str  # its short name; see `event.Event`
     node: str = ""
     side: str = ""
     pid: int = 0
     role: str = ""  # ``scheduler``, or one of `_ROLES`; empty where it is not known
-    ranks: dict[str, int] = {}  # ``{"tp": 3}``; empty of a single scheduler
+    ranks: dict[str, int] = {}  # ``{"tp": 3}``; empty for a single scheduler
     stacks: list[Stack] = []
     raised: list[Raised] = []
     exits: list[Exit] = []
@@ -70,11 +70,11 @@ class Process(msgspec.Struct, kw_only=True):
 class Case(msgspec.Struct, kw_only=True):
     """The evidence of one case."""
 
-    arguments: dict[str, Any] = {}  # of the first server; empty where they are not known
-    servers: list[Arguments] = []  # each server's own, such as both of a pair
+    arguments: dict[str, Any] = {}  # the first server's; empty where they are not known
+    servers: list[Arguments] = []  # the arguments of each server, such as both of a pair
     release: str = ""
-    processes: dict[str, Process] = {}  # by node, side and name, in the order of their first fact
-    events: list[Event] = []  # everything, in order of time as far as it is known
+    processes: dict[str, Process] = {}  # by side, node and name, in the order of their first event
+    events: list[Event] = []  # all events but those of `gave_up`, by time as far as it is known
     kernel: list[Kernel] = []
     containers: list[Container] = []
     gpus: list[Gpu] = []
@@ -82,18 +82,18 @@ class Case(msgspec.Struct, kw_only=True):
     gpu_kernels: list[GpuKernel] = []
     stops: list[Stop] = []
     logs: set[str] = set()  # the files that the server itself writes to
-    gave_up: list[Event] = []  # that somebody interrupted a program beside the server's logs, as one that asks it
-    watched: Watched | None = None  # what the crash handler concludes; None where none watched
+    gave_up: list[Event] = []  # interrupts (Ctrl-C) of a program that is not the server, such as one that queries it
+    watched: Watched | None = None  # the crash handler's conclusion; None without a crash handler
     compared: list[Compared] = []
     suspects: list[Suspect] = []
     dumped: list[Dumped] = []
-    ready_at: float | None = None  # when it was ready, 0.0 where that has no time; None where it was not seen to be
+    ready_at: float | None = None  # when the server was ready; 0.0 if at an unknown time, None if no event shows it
     first_at: float = 0.0
     last_at: float = 0.0
 
     @property
     def is_started(self) -> bool:
-        """Whether the server was seen to get ready, or to serve."""
+        """Whether an event shows that the server got ready, or served."""
         return self.ready_at is not None
 
     @property
@@ -108,15 +108,15 @@ class Case(msgspec.Struct, kw_only=True):
         return sorted(found, key=lambda one: (one.side, *(one.ranks.get(name, -1) for name in ("pp", "dp", "tp"))))
 
     def batch_before(self, event: Event) -> str:
-        """Return the line of a batch of new requests after which an event came before another batch; empty without."""
+        """Return the line of the log's last batch if it took in new requests and an event follows it; else empty."""
         batches = [one for one in self.progress if one.kind in ("prefill", "decode") and one.file == event.file]
         last = max(batches, key=lambda one: one.last_order, default=None)
         return last.text if last is not None and last.kind == "prefill" and last.last_order < event.order else ""
 
     def said_before(self, place: tuple[float, int], who: str | None, besides: str, secs: float) -> list[str]:
-        """Return the three lines that a process, or one without a name, said last within some seconds before a place.
+        """Return up to three lines, last first, that a process or an unnamed one logged up to `secs` before a place.
 
-        Those that `besides` has already are left out.
+        Lines that `besides` already contains are left out.
         """
         lines = (one for one in reversed(self.events) if isinstance(one, Line) and one.place < place)
         near = (one.text for one in lines if one.who in ("", who) and place[0] - one.at <= secs)
@@ -124,9 +124,9 @@ class Case(msgspec.Struct, kw_only=True):
 
     @property
     def loudest(self) -> list[tuple[str, int]]:
-        """The two exceptions, errors or warnings that were told most, the worse kind first, and how often each was."""
+        """The two most frequent exceptions, errors or warnings, the worse kind first, each with its count."""
         told: Counter[tuple[int, str]] = Counter()
-        logs = {one.file for one in self.progress}  # beside which a person's words tell nothing of that
+        logs = {one.file for one in self.progress}  # the server's logs; where there are any, only these count
         for one in self.events:
             if logs and one.file not in logs:
                 continue
@@ -144,17 +144,17 @@ def ranks_in(who: str) -> dict[str, int]:
 
 
 def role_in(who: str) -> str:
-    """Return the role that a short name stands for; empty where it names none."""
+    """Return the role in a short name; empty where it has none."""
     if ranks_in(who) or who.startswith("scheduler"):
         return "scheduler"
     if who == "server":
-        # The main process, in which the tokenizer manager is.
+        # The main process runs the tokenizer manager.
         return "tokenizer"
     return next((role for role in _ROLES if role in who), "")
 
 
 def case_of(events: Iterable[Event]) -> Case:
-    """Make the case of some events, in whatever order they come."""
+    """Return the case of events, which may come in any order."""
     told = sorted(events, key=lambda event: event.place)
     case = Case(logs={event.file for event in told if isinstance(event, Arguments | Progress | Stage)})
     for event in told:
@@ -190,7 +190,7 @@ def case_of(events: Iterable[Event]) -> Case:
 
 
 def _is_given_up(event: Event) -> bool:
-    """Return whether a person interrupted a program, of which the server's code is no part."""
+    """Return whether a person interrupted a program that does not run the server's code."""
     if isinstance(event, Raised):
         frames = (frame for error in event.chain for frame in error.frames)
         is_interrupt = any(error.type == "KeyboardInterrupt" for error in event.chain)

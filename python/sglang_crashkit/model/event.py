@@ -1,7 +1,7 @@
-"""One fact of an incident, as a source states it. Facts don't judge: what a log calls fatal is a `Line`, no verdict.
+"""One fact of an incident, as a source states it. Facts don't judge: what a log calls fatal is a `Line`, not a verdict.
 
-Every source (the parsers of text, the live side) makes these; `case.case_of` makes one `Case` of them. Fields that all
-have are in `Event`; each kind has its own Struct.
+Every source (the text parsers, the crash handler) makes events; `case.case_of` makes one `Case` of them. `Event` has
+the common fields; each kind of event has its own Struct.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import msgspec
 
 from sglang_crashkit.model.sample import Frame, Sample
 
-#: Levels of a log line; ``""`` where the line has none, as what C++ code writes to stderr.
+#: Levels of a log line; ``""`` where the line has no level, such as a line that C++ code writes to stderr.
 LineLevel = Literal["", "debug", "info", "warning", "error", "critical"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What all facts have."""
+    """The fields that all events have."""
 
-    order: int = 0  # place in the evidence; of two facts of one source without a time, the smaller one was first
-    at: float = 0.0  # when, in seconds since the epoch, UTC where the source says so; 0.0 where it is not known
+    order: int = 0  # position in the evidence; it orders events of one source that have no time
+    at: float = 0.0  # when, in seconds since the epoch, UTC where the source gives a zone; 0.0 where it is not known
     who: str = ""  # the process by its short name: ``TP3``, ``DP1 TP3``, ``router``, ``pid 4711``; empty if not known
-    node: str = ""  # the host, pod, container or file that the fact comes from, as far as it tells several apart
-    side: str = ""  # ``prefill`` or ``decode`` where the source says so
-    source: str = ""  # where it stands: ``server.log:120``
-    follows: bool = False  # the crash handler knows that it follows from another failure
+    node: str = ""  # the host, pod, container or file that the event is from, where that distinguishes several
+    side: str = ""  # ``prefill`` or ``decode`` where the source says which
+    source: str = ""  # file and line: ``server.log:120``
+    follows: bool = False  # the crash handler knows that it is a consequence of another failure
 
     @property
     def place(self) -> tuple[float, int]:
-        """Where it stands among others, by time and then by order; what has no time at all comes first."""
+        """The key that sorts events, by time and then by order; events without a time come first."""
         return self.at, self.order
 
     @property
     def file(self) -> str:
-        """The file that it stands in."""
+        """The file that the event is from."""
         return self.source.partition(":")[0]
 
 
@@ -48,7 +48,7 @@ class Arguments(Event, frozen=True, kw_only=True):
 class Line(Event, frozen=True, kw_only=True):
     """A line of a log, or of stderr, without its carrier and prefix.
 
-    Lines that differ only in numbers are one fact: `count` of them, first at `at`, last at `last_at`.
+    Lines that differ only in numbers are one event: `count` of them, first at `at`, last at `last_at`.
     """
 
     text: str
@@ -67,25 +67,25 @@ class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Raised(Event, frozen=True, kw_only=True):
-    """A traceback: the exception that arrived, with what it came from behind it."""
+    """A traceback: the exception that was printed last, and the exceptions that led to it."""
 
-    chain: tuple[Error, ...]  # the one that arrived first, then its cause, and so on
-    said: str = ""  # the line that introduces it: ``Scheduler hit an exception:``; empty without one
-    thread: str = ""  # the thread where it is not the main one: ``Thread-5 (transfer_worker)``
-    is_cut: bool = False  # its head is not there, and with it who raised it and where that was called from
+    chain: tuple[Error, ...]  # the final exception, then its cause, the cause of that, and so on
+    said: str = ""  # the log line that introduces it: ``Scheduler hit an exception:``; empty without such a line
+    thread: str = ""  # the thread that raised it: ``Thread-5 (transfer_worker)``; empty for the main thread
+    is_cut: bool = False  # the head of the traceback is missing, so the process and the outer frames are not known
 
     @property
     def error(self) -> Error:
-        """The exception that arrived."""
+        """The final exception of the chain."""
         return self.chain[0]
 
 
 class Stack(Event, frozen=True, kw_only=True):
-    """What a process did at a moment."""
+    """The stacks of a process at one time."""
 
     sample: Sample
-    fatal: str = ""  # of faulthandler: ``Segmentation fault``, where the stack is that of a process that died
-    is_cut: bool = False  # its head is not there, and with it the signal's name
+    fatal: str = ""  # faulthandler's reason, such as ``Segmentation fault``, if the process died with this stack
+    is_cut: bool = False  # the head of faulthandler's output is missing, so the signal's name is not known
 
 
 class Kernel(Event, frozen=True, kw_only=True):
@@ -96,18 +96,18 @@ class Kernel(Event, frozen=True, kw_only=True):
     kind: str
     text: str
     pid: int = 0
-    name: str = ""  # of the process that it names
+    name: str = ""  # the name of the process in the line
     number: int = 0  # Xid, signal or errno
     facts: dict[str, Any] = {}  # ``gpu``, ``anon_kb``, ``memcg``, ``limit_kb``, ``constraint`` …
 
 
 class Exit(Event, frozen=True, kw_only=True):
-    """A process ended, or was said to have."""
+    """A process ended, by observation or by a report in the evidence."""
 
     code: int | None = None
     signal: str = ""  # ``SIGKILL``
     text: str = ""
-    is_seen: bool = False  # the crash handler has it from the kernel, and nothing else explains it
+    is_seen: bool = False  # the crash handler got the status from the kernel, and nothing else explains the exit
 
 
 class Stop(Event, frozen=True, kw_only=True):
@@ -115,11 +115,11 @@ class Stop(Event, frozen=True, kw_only=True):
 
     by: str = ""  # ``systemd``, ``kubernetes``, ``docker``, ``signal``
     text: str = ""
-    is_end: bool = False  # it also ended in good order
+    is_end: bool = False  # the server then shut down in good order
 
 
 class Stage(Event, frozen=True, kw_only=True):
-    """A process came to a stage of its start, or the server was ready."""
+    """A process reached a stage of its start, or the server was ready."""
 
     #: ``distributed``, ``weights``, ``kv_cache``, ``graphs``, ``compile``, ``warmup``, ``ready``
     name: str
@@ -128,57 +128,57 @@ class Stage(Event, frozen=True, kw_only=True):
 
 
 class Progress(Event, frozen=True, kw_only=True):
-    """A batch ran, or a request was answered. One event for each process and kind: so many, from `at` to `last_at`."""
+    """Batches ran or requests were answered: one event per process and kind, `count` of them from `at` to `last_at`."""
 
     #: ``prefill``, ``decode``; ``answer``, ``refused`` (HTTP 4xx), ``failed`` (HTTP 5xx), ``health``; ``passed``: an
-    #: answer that a router passed on; ``control``: what an operator or a trainer asked for, such as
-    #: ``/pause_generation``; ``load``: what the server says of its queue.
+    #: answer that a router passed on; ``control``: a request of an operator or a trainer, such as
+    #: ``/pause_generation``; ``load``: the server's report of its queue.
     kind: str
     count: int = 1
     last_at: float = 0.0
     last_order: int = 0
-    running: int = 0  # requests that ran, by the last one
+    running: int = 0  # running requests, by the last line
     queued: int = 0
-    transfers: int = 0  # KV transfers under way on the decode side; on the prefill side what waits for them, too
-    transfers_since: float = 0.0  # since when that number has not fallen
+    transfers: int = 0  # KV transfers under way; on the prefill side, including requests that wait for a transfer
+    transfers_since: float = 0.0  # since when `transfers` has not fallen
     status: int = 0  # the last HTTP status
     text: str = ""  # the last line; the path of a control request
 
 
 class Container(Event, frozen=True, kw_only=True):
-    """What Kubernetes or Docker says of a container."""
+    """The state of a container by Kubernetes or Docker."""
 
     name: str = ""
     state: str = ""  # ``Running``, ``CrashLoopBackOff``
-    reason: str = ""  # of its last end: ``OOMKilled``, ``Error``
+    reason: str = ""  # why it last ended: ``OOMKilled``, ``Error``
     code: int | None = None
     restarts: int = 0
     notes: tuple[str, ...] = ()  # events such as ``Liveness probe failed: …``
 
 
 class Gpu(Event, frozen=True, kw_only=True):
-    """What ``nvidia-smi`` or ``rocm-smi`` says of one GPU."""
+    """The state of one GPU by ``nvidia-smi`` or ``rocm-smi``."""
 
     index: int
-    bus: str = ""  # its address: ``0000:9c:00``
+    bus: str = ""  # bus address: ``0000:9c:00``
     name: str = ""
     used_mb: float = 0.0
     total_mb: float = 0.0
-    use: float = -1.0  # percent, -1 where it is not known
-    watts: float = -1.0  # what it draws, and its limit; -1 where they are not known
-    most_watts: float = -1.0
+    use: float = -1.0  # utilization in percent, -1 where it is not known
+    watts: float = -1.0  # power draw, -1 where it is not known
+    most_watts: float = -1.0  # power limit, -1 where it is not known
     faults: str = ""  # uncorrectable errors, ``ERR!``, ``Unknown Error`` …
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a kernel on it seems to wait: at full use it draws hardly more than an idle one."""
-        # Of a GPU of a server's kind whose limit is not known, an idle one draws up to 130 W.
+        """Whether a kernel on the GPU seems to wait: at full use it draws hardly more power than an idle GPU."""
+        # Where the limit is not known: an idle GPU of the kind that servers have draws up to 130 W.
         limit = 0.3 * self.most_watts if self.most_watts > 0 else 160.0 if self.used_mb > 40_000 else 0.0
         return self.use >= 95.0 and 0.0 < self.watts <= limit
 
 
 class Collective(Event, frozen=True, kw_only=True):
-    """An operation of a rank in torch's flight recorder, or in NCCL's watchdog: the last one of a group."""
+    """The last operation of a rank in a group, by torch's flight recorder or NCCL's watchdog."""
 
     group: str = ""
     number: int = 0
@@ -189,7 +189,7 @@ class Collective(Event, frozen=True, kw_only=True):
 
 
 class GpuKernel(Event, frozen=True, kw_only=True):
-    """A kernel that a debugger saw on a GPU, or an exception of the GPU's."""
+    """A kernel that a debugger found on a GPU, or an exception of the GPU."""
 
     name: str = ""
     exception: str = ""  # ``CUDA_EXCEPTION_14, Warp Illegal Address``
@@ -198,9 +198,9 @@ class GpuKernel(Event, frozen=True, kw_only=True):
 
 
 class Watched(Event, frozen=True, kw_only=True):
-    """What the crash handler concludes, which saw how the processes lived and ended; see `incident.Verdict`.
+    """The conclusion of the crash handler, which watched the processes run and end; see `incident.Verdict`.
 
-    `who` failed first, or is the process that the others wait for; empty where no process is named.
+    `who` failed first, or is the process that the others wait for; empty where the conclusion names no process.
     """
 
     #: ``exception``, ``exit_status``, ``signal``, ``oom_kill``, ``hang``, ``busy``, ``lost_peer``, ``peer_lost``,
@@ -211,40 +211,40 @@ class Watched(Event, frozen=True, kw_only=True):
     pid: int = 0  # of `who`
     role: str = ""  # of `who`
     is_hang: bool = False  # a process made no progress, and none failed in another way before
-    is_ended: bool = False  # SGLang's own watchdog ends it for that
-    is_starting: bool = False  # the server had not got ready
-    notes: tuple[str, ...] = ()  # at what step, and at which control request, it was
+    is_ended: bool = False  # SGLang's own watchdog ends the process for that
+    is_starting: bool = False  # the server was not ready yet
+    notes: tuple[str, ...] = ()  # the step and the control request that the process was at
 
 
 class Compared(Event, frozen=True, kw_only=True):
-    """What the steps, or the flight recorders, of ranks show that must agree."""
+    """The comparison of the steps, or the flight recorders, of ranks that must agree."""
 
     kind: str  # ``divergence``, ``mismatch`` or ``behind``
     level: str
     text: str
-    late: tuple[int, ...] = ()  # pids of those that are behind
-    waiting: tuple[int, ...] = ()  # pids of those that wait for them
+    late: tuple[int, ...] = ()  # pids of the processes that are behind
+    waiting: tuple[int, ...] = ()  # pids of the processes that wait for them
 
 
 class Suspect(Event, frozen=True, kw_only=True):
-    """The request that is suspected most, where the handler knows the requests of the step."""
+    """The most suspicious request, where the handler knows the requests of the step."""
 
     rid: str
     level: str
     reasons: tuple[str, ...] = ()
-    is_repeated: bool = False  # its like was suspected in an earlier incident of the same fault
-    is_alone: bool = False  # nothing speaks for it but that no other request was there
+    is_repeated: bool = False  # a request like it was suspected in an earlier incident of the same fault
+    is_alone: bool = False  # the only reason is that there was no other request
 
 
 class Dumped(Event, frozen=True, kw_only=True):
-    """The requests that SGLang saved before it ended: those in flight, and the last that it had answered."""
+    """The requests that SGLang saved before it ended: those in flight, and the last answered ones."""
 
     unfinished: int = 0
     finished: int = 0
-    text: str = ""  # the longest of those in flight
+    text: str = ""  # the longest request in flight
 
 
 class Unread(Event, frozen=True, kw_only=True):
-    """A file, or a part of one, of which nothing was understood; quoted in short."""
+    """A file, or a part of a file, that no parser understood; quoted in short."""
 
     text: str

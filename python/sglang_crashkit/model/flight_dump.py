@@ -1,10 +1,10 @@
-"""What one rank's dump of PyTorch's flight recorder says, as data.
+"""The data of one rank's dump of PyTorch's flight recorder.
 
-The recorder keeps the last so many collectives of a process: which of which process group, and how far each came.
-Source of the form: ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, version 2.10 of it, which PyTorch 2.9 to 2.14
-write; the number before the dot changes where what is there changes its meaning.
+The recorder is a ring buffer of a process's last collectives, each with its process group and state.
+Source of the format: ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, format version 2.10, which PyTorch 2.9 to
+2.14 write. The number before the dot changes when an existing field changes its meaning.
 
-What it does not see: collectives that are replayed from a CUDA graph, and those that SGLang runs past
+The recorder does not see collectives that are replayed from a CUDA graph, nor those that SGLang runs without
 ``torch.distributed`` (its own all-reduce, and NCCL called directly).
 """
 
@@ -25,39 +25,39 @@ from sglang_crashkit.model.sample import Frame
 
 #: 2,000 entries with their stacks take a megabyte.
 MAX_BYTES = 16 << 20
-#: Counted are the bytes that may make one; an empty one takes 64 bytes of memory.
+#: Upper bound of the containers in a pickle, by the bytes that may create one; an empty one takes 64 bytes of memory.
 MAX_CONTAINERS = 2_000_000
-#: A value may stand in many places of a pickle, each of which counts.
+#: Each place of a pickle that refers to a value counts, also when it is the same value.
 MAX_PARTS = 5_000_000
 MAX_FRAMES = 16
-#: PyTorch allows no more.
+#: PyTorch's own limit.
 MAX_DIMENSIONS = 64
 MAX_TEXT = 500
 _VERSION = re.compile(r"2\.\d{1,9}")
-#: The instructions of protocol 2 that build plain data, and those of them that make a container or a mark.
+#: The instructions of pickle protocol 2 that build plain data, and those among them that create a container or a mark.
 _PLAIN, _CONTAINERS = b"\x80.(1}])tNaesu\x85\x86\x87\x88\x89\x8aKMJGXqrhj", b"(}])t\x85\x86\x87"
 
 Sizes = tuple[tuple[int, ...], ...]
 
 
 class FlightDumpError(Exception):
-    """There is no dump that could be read; the message says why, in a few words."""
+    """There is no readable dump; the message is a short reason."""
 
     def __init__(self, message: str, *, is_cut_off: bool = False) -> None:
         super().__init__(message)
-        self.is_cut_off = is_cut_off  # it is a dump as far as it goes
+        self.is_cut_off = is_cut_off  # the data is a valid dump up to its end
 
 
 @dataclass(frozen=True)
 class Entry:
     """One collective that the rank began."""
 
-    group: str  # name of the process group, the same on all ranks of it
-    operation: str  # what it is, such as ``all_reduce``
-    sequence: int  # its number in the group, the same on all ranks; several that are carried out as one have one
-    is_done: bool  # whether it is over on this rank
-    input_sizes: Sizes  # the shape of each tensor that goes in
-    dtypes: tuple[str, ...]  # the types of those that go in, by the names of PyTorch
+    group: str  # name of the process group, the same on all its ranks
+    operation: str  # the operation, such as ``all_reduce``
+    sequence: int  # its number in the group, the same on all ranks; coalesced collectives share a number
+    is_done: bool  # whether it is complete on this rank
+    input_sizes: Sizes  # the shape of each input tensor
+    dtypes: tuple[str, ...]  # the types of the input tensors, by PyTorch's names
     created: float  # when it was begun, in seconds since the epoch
     frames: tuple[Frame, ...]  # the Python stack that began it, innermost first; empty where it was not kept
 
@@ -66,7 +66,7 @@ class Entry:
 class Group:
     """A process group that the rank is in."""
 
-    description: str  # what it is for, as far as its maker said so; empty otherwise
+    description: str  # the purpose that its creator gave it; empty if none was given
     ranks: tuple[int, ...]  # the global ranks in it
 
 
@@ -74,23 +74,23 @@ class Group:
 class FlightDump:
     """The dump of one rank."""
 
-    groups: dict[str, Group]  # the rank's process groups by name, which is the same on all ranks of one
+    groups: dict[str, Group]  # the rank's process groups by name, which is the same on all ranks of a group
     entries: tuple[Entry, ...]  # the collectives that were begun, the oldest first; messages are left out
-    is_from_the_start: bool  # nothing has fallen out of it yet
+    is_from_the_start: bool  # the recorder has not overwritten any entry yet
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Carries out what builds plain data, and refuses everything else.
+    """Unpickler that executes instructions for plain data, and refuses all others.
 
-    That in C clears 34 GB of memory for five bytes that name a far place of its memo.
+    It is not the C unpickler because that clears 34 GB of memory for five bytes with a high index into its memo.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
 
     def set_items(self: Any, items: list[Any]) -> None:
-        # Keys can be chosen so that a table of them is filled in quadratic time, and tuples so that they are hashed in
-        # exponential time.
+        # Crafted keys can make filling a dict take quadratic time, and crafted tuples can take exponential time to
+        # hash.
         if type(self.stack[-1]) is not dict or len(items) % 2 or any(type(key) is not str for key in items[::2]):
             raise pickle.UnpicklingError("a key in it is no text")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
@@ -101,9 +101,9 @@ class _PlainUnpickler(pickle._Unpickler):
 
 
 def load_plain(data: bytes) -> Any:
-    """Return the plain data in a pickle of protocol 2, in bounded time and memory; FlightDumpError of another one.
+    """Return the plain data in a pickle of protocol 2, in bounded time and memory; raises FlightDumpError for others.
 
-    One value may stand in several places of it, also within itself: a reader that walks it counts the steps.
+    A value may occur in several places, also within itself, so a caller that walks the data must count its steps.
     """
     if len(data) > MAX_BYTES or sum(data.count(code) for code in _CONTAINERS) > MAX_CONTAINERS:
         raise FlightDumpError(f"it has more than {MAX_BYTES >> 20} MB or {MAX_CONTAINERS} containers")
@@ -132,7 +132,7 @@ def load_plain(data: bytes) -> Any:
 
 
 def parse_dump(data: bytes) -> FlightDump:
-    """Return what the content of a dump says; raises FlightDumpError for anything else."""
+    """Return the dump in the content of a dump file; raises FlightDumpError for anything else."""
     try:
         return parse_document(load_plain(data))
     except FlightDumpError as error:
@@ -151,7 +151,7 @@ class _Entry(msgspec.Struct):
     collective_seq_id: int
     profiling_name: str
     state: Literal["scheduled", "started", "completed"]
-    # So that the numbers of elements can be calculated in no time.
+    # The limits keep the calculation of the number of elements fast.
     input_sizes: list[Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]], Meta(max_length=MAX_DIMENSIONS)]]
     time_created_ns: int
     input_dtypes: list[str] = []
@@ -167,11 +167,11 @@ class _Group(msgspec.Struct):
 
 class _Document(msgspec.Struct):
     pg_config: dict[str, _Group]
-    entries: list[_Entry] = []  # left out where nothing was recorded at all
+    entries: list[_Entry] = []  # absent if nothing was recorded at all
 
 
 def parse_document(document: Any) -> FlightDump:
-    """Return what the value of a dump says; raises FlightDumpError for anything else."""
+    """Return the dump in the unpickled value of a dump file; raises FlightDumpError for anything else."""
     try:
         if not isinstance(document, dict):
             raise ValueError(f"a {type(document).__name__} stands in it where a dict belongs")
@@ -182,7 +182,7 @@ def parse_document(document: Any) -> FlightDump:
         told = msgspec.convert(document, _Document)
     except ValueError as error:
         raise FlightDumpError(f"no dump of a flight recorder: {error}") from None
-    # One text may be that of many groups.
+    # Many groups may have the same text, which is parsed only once.
     texts = {group.ranks for group in told.pg_config.values()}
     ranks = {text: tuple(sorted(set(map(int, re.findall(r"\d{1,9}", text))))) for text in texts}
     groups = {
@@ -191,12 +191,12 @@ def parse_document(document: Any) -> FlightDump:
         if name
     }
     is_from_the_start = not told.entries or told.entries[0].record_id == 0
-    # A message goes from one rank to another, and the others of the group have no part in it.
+    # Point-to-point messages are left out: the other ranks of the group do not take part in them.
     return FlightDump(groups, tuple([_entry(one) for one in told.entries if not one.is_p2p]), is_from_the_start)
 
 
 def _count_parts(document: Any) -> None:
-    """Refuse a value that is larger than any recorder writes, or stands in itself."""
+    """Raise ValueError for a value that is larger than any recorder writes, or that contains itself."""
     waiting, count = [document], 0
     while waiting:
         value = waiting.pop()
@@ -209,7 +209,7 @@ def _count_parts(document: Any) -> None:
 
 def _entry(told: _Entry) -> Entry:
     backend, colon, operation = told.profiling_name.partition(":")
-    # Of a CPU backend, which has no events to look at, all there is is that it is not followed any more.
+    # A CPU backend has no events to query; that an entry is retired is the only sign that it is over.
     is_retired = backend == "gloo" and told.retired
     return Entry(
         group=_text(told.process_group[0]),

@@ -1,7 +1,7 @@
-"""The data of one incident, which is the form of ``incident.json``, too.
+"""The data of one incident, which is also the form of ``incident.json``.
 
 `model.SCHEMA_VERSION` grows when a reader of the older form would misread it. Times are UTC in ISO 8601 with
-microseconds, durations are seconds. `read` takes the document of any kit, and of anybody.
+microseconds, durations are seconds. `Incident.of` reads a document that any version of the kit, or anyone, wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.step import DIVERGED, DivergenceKind, Step
 from sglang_crashkit.model.verdict import Helps, KnownIssue, Level
 
-#: So many requests of a step are named in ``incident.json``.
+#: At most this many requests of a step are named in ``incident.json``.
 MAX_RIDS = 64
 
 EvidenceKind = Literal[
@@ -46,14 +46,14 @@ ExitCause = Literal["oom_kill", "signal", "exception", "exit_status", "parent_en
 
 
 class Evidence(msgspec.Struct):
-    """One expected piece of evidence of a process, there or not."""
+    """One expected piece of evidence of a process, captured or not."""
 
     kind: EvidenceKind
     status: EvidenceStatus  # whether it was captured, could not be, or was not tried
-    path: str | None = None  # the file, relative to the incident's folder; None where it stands in ``incident.json``
-    reason: str | None = None  # why it is not there, or why a better way to it failed; None otherwise
-    seconds: float | None = None  # what it took, from the trigger's handling; None when not tried
-    source: str | None = None  # what took a stack; see `sample.Source`. None for other kinds, and without a stack
+    path: str | None = None  # the file, relative to the incident's folder; None where ``incident.json`` has the data
+    reason: str | None = None  # why it is missing, or why a better method failed; None otherwise
+    seconds: float | None = None  # from the handling of the trigger until it was captured or failed; None if not tried
+    source: str | None = None  # the tool that took a stack; see `sample.Source`. None without a stack
 
 
 class Exit(msgspec.Struct):
@@ -69,38 +69,38 @@ class Exit(msgspec.Struct):
 class LastSign(msgspec.Struct):
     """The last sign of life that a scheduler's heartbeat holds."""
 
-    doing: str  # what it was about then, in words
+    doing: str  # what the scheduler did then, in words
     batches: int  # how many batches it had begun
-    requests: int  # how many requests the last one holds
+    requests: int  # how many requests the last batch holds
     mode: str  # forward mode of the last batch, such as ``decode``; empty where it is not known
-    tokens: int  # how many tokens the last batch takes in, 0 where it is no extend
-    seconds_before: float  # how long before its end, or before it was looked at, that was, in seconds
-    collecting_secs: float = 0.0  # for how long Python had collected garbage then, in seconds; 0 where it did not
+    tokens: int  # how many tokens the last batch takes in; 0 where it is not an extend
+    seconds_before: float  # seconds between this sign of life and the process's end, or the look at it
+    collecting_secs: float = 0.0  # how long Python's garbage collection had run then, in seconds; 0 where it did not
 
 
 class InStep(msgspec.Struct):
-    """The step that a scheduler was in when it died, or was looked at."""
+    """The step that a scheduler was in when it died or was examined."""
 
-    number: int  # the step's, of `step.Step`, as are `mode` and `phase`
+    number: int  # the step's number; `number`, `mode` and `phase` are as in `step.Step`
     mode: str  # forward mode of the batch; empty where it was not scheduled yet
-    phase: str  # how far it had come
+    phase: str  # how far the step had come
     seconds: float  # how long it had run, in seconds
-    size: int  # how many requests are in it
+    size: int  # how many requests are in the step
     rids: list[str]  # their ids, the first `MAX_RIDS` of them
-    began: str | None = None  # when it began; `seconds` are up to when it was looked at, which no other time says
+    began: str | None = None  # when it began; `seconds` later is when it was examined, which no other field holds
 
 
 class LastSteps(msgspec.Struct):
-    """What a scheduler did last, in short; all of it stands in ``ranks/<rank>.steps.jsonl``."""
+    """What a scheduler did last, in short; ``ranks/<rank>.steps.jsonl`` has all of it."""
 
     last: list[Step]  # the last few of its steps, with the first few of their requests
-    in_step: InStep | None  # the step that it was in; None where it was in none
+    in_step: InStep | None  # the step that it was in; None between steps
     rids: dict[int, list[str]] = {}  # all requests of these steps, by number; not in the JSON
     checks: frozenset[str] = frozenset()  # ids of SGLang's own health checks among them; not in the JSON
 
 
 class Look(msgspec.Struct):
-    """What a process did at one of several moments, in short."""
+    """One of several samples of a process, in short."""
 
     time: str
     state: str = ""  # as `Sample.state`
@@ -115,22 +115,22 @@ class ProcessReport(msgspec.Struct):
     pid: int
     title: str  # process title, without arguments that may be secret
     role: str  # ``server``, ``scheduler``, ``detokenizer``, ``helper``...
-    rank: dict[str, int]  # ranks by lower-case name (``tp``, ``pp``, ``dp``, ``ep``...), empty where there is one only
-    exit: Exit | None = None  # None while it lived when the incident was written
-    state: dict[str, Any] | None = None  # what ``/proc`` said of it, None where it was gone
-    #: The innermost Python frames that tell what it was doing, innermost first.
+    rank: dict[str, int]  # ranks by lower-case name (``tp``, ``pp``, ``dp``, ``ep``...); empty for a single rank
+    exit: Exit | None = None  # None if the process was alive when the incident was written
+    state: dict[str, Any] | None = None  # its state in ``/proc``; None where it was gone
+    #: The innermost Python frames that show what it was doing, innermost first.
     doing: list[str] = []
-    gpu: list[str] = []  # what its GPU was doing, in lines: kernels, and what failed; empty where no core tells of it
+    gpu: list[str] = []  # what its GPU was doing, in lines: kernels, and errors; empty where no GPU core shows it
     samples: list[Sample] = []  # each sample where several were taken; not in the JSON, which has `looks`
     evidence: list[Evidence] = []  # every expected piece
-    last_sign: LastSign | None = None  # what the heartbeat of a scheduler that failed said last; None if unknown
-    #: The control request that a scheduler worked on as it failed or hung, such as ``update_weights_from_disk``; empty,
-    #: and not in the JSON, where it worked on none, or that is not known.
+    last_sign: LastSign | None = None  # the last heartbeat of a scheduler that failed; None if unknown
+    #: The control request that a scheduler handled as it failed or hung, such as ``update_weights_from_disk``. Empty,
+    #: and left out of the JSON, where it handled none or this is not known.
     control: str = ""
-    steps: LastSteps | None = None  # what a scheduler's record of its steps says; None if absent
+    steps: LastSteps | None = None  # from a scheduler's record of its steps; None without a record
     raised_through: list[str] = []  # all frames of the exception that it raised, innermost first; not in the JSON
     hit_in_main: bool | None = None  # whether the fatal signal hit its main thread; None if not known; not in the JSON
-    looks: list[Look] = []  # its samples in short, of an incident that is shown
+    looks: list[Look] = []  # its samples in short; filled when the incident is shown or written
 
     @property
     def is_rank(self) -> bool:
@@ -139,18 +139,18 @@ class ProcessReport(msgspec.Struct):
 
     @property
     def in_step(self) -> InStep | None:
-        """The step that it was in; None where it was in none, or none is known."""
+        """The step that the process was in; None between steps, or where that is not known."""
         return self.steps.in_step if self.steps is not None else None
 
     @property
     def state_letter(self) -> str:
-        """The letter of its state in ``/proc`` when it was last looked at; empty where that is not known."""
+        """The letter of the state in ``/proc`` when the process was last examined; empty where that is not known."""
         looked = [look.state for look in self.looks if look.state]
         return looked[-1] if looked else str((self.state or {}).get("State") or "")[:1]
 
     @property
     def stopped(self) -> str:
-        """``stopped (T)`` where it was stopped when it was last looked at; empty otherwise."""
+        """``stopped (T)`` where the process was stopped when it was last examined; empty otherwise."""
         return f"stopped ({self.state_letter})" if self.state_letter in ("T", "t") else ""
 
     def has(self, kind: EvidenceKind) -> bool:
@@ -159,7 +159,7 @@ class ProcessReport(msgspec.Struct):
 
 
 class Trigger(msgspec.Struct):
-    """What opened the incident: an event of process `pid`."""
+    """The event that opened the incident, of process `pid`."""
 
     event: str
     time: str
@@ -170,7 +170,7 @@ class Trigger(msgspec.Struct):
 class ServerInfo(msgspec.Struct):
     """The server that the incident happened to.
 
-    On its host it is told by pid, start time (clock ticks since boot) and PID namespace (its inode's number).
+    Pid, start time (clock ticks since boot) and PID namespace (inode number) identify it on its host.
     """
 
     pid: int
@@ -182,15 +182,15 @@ class ServerInfo(msgspec.Struct):
 
 
 class JournaledRequests(msgspec.Struct):
-    """What the request journals of the server's processes told."""
+    """The content of the request journals of the server's processes."""
 
     path: str | None = None  # the file with the requests, one JSON object a line, as in `Evidence`; None without one
     finished: int = 0  # how many requests in it had finished within the last five minutes
     unfinished: int = 0  # how many were in flight
-    lost: int = 0  # how many in flight had found no room in the journal any more
-    torn: int = 0  # how many records were cut off in the middle, as the last one of a killed process may be
-    left_out: int = 0  # how many are in the journal and not in the file
-    reason: str | None = None  # why the file is missing or not whole; None otherwise
+    lost: int = 0  # how many requests in flight did not fit into the journal
+    torn: int = 0  # how many records were cut off in the middle, as the last record of a killed process may be
+    left_out: int = 0  # how many requests are in the journal but not in the file
+    reason: str | None = None  # why the file is missing or incomplete; None otherwise
 
 
 class HandlerInfo(msgspec.Struct):
@@ -200,7 +200,7 @@ class HandlerInfo(msgspec.Struct):
     start_ticks: int
 
 
-#: Why there are no requests of a server that never had one, and of an incident that was only observed.
+#: Why an incident has no requests: the server never served, or the kit only observed and the server went on.
 NOT_SERVING, SERVER_WENT_ON = "the server had not started to serve", "the server went on"
 
 
@@ -218,12 +218,12 @@ class Requests(msgspec.Struct):
     unfinished: int | None = None  # how many were in flight
     path: str | None = None  # the file with all of them that the server saved (a pickle), absolute; None if absent
     reason: str | None = "the server did not report its requests"  # why it is missing
-    source: Literal["pickle", "journal"] | None = None  # who counted: the server as it saved them, or the journal
-    journal: JournaledRequests | None = None  # what the journals told; None where the server kept none
+    source: Literal["pickle", "journal"] | None = None  # where the counts are from: the server's pickle, or the journal
+    journal: JournaledRequests | None = None  # from the journals; None where the server kept no journal
 
     @property
     def counts(self) -> Counts | None:
-        """How many there were, by the journal where it is whole, as it leaves health checks out; None if not known."""
+        """How many requests there were, by the journal if complete, as it omits health checks; None if not known."""
         if self.finished is None or self.unfinished is None:
             return None
         journal, saved = self.journal, Counts(self.finished, self.unfinished)
@@ -240,91 +240,91 @@ class Failure(msgspec.Struct):
 
 
 class FailureEvent(msgspec.Struct, frozen=True):
-    """A failure as it was seen."""
+    """A failure as the crash handler observed it."""
 
     pid: int
     seconds: float  # when, since the epoch, in the order of the monotonic clock
     kind: Literal["exit", "exception", "thread", "hang"]  # ``thread``: one of its threads ended by an exception
-    message: str = ""  # the exception, or what the watchdog saw, in one line; empty for an exit
-    fatal_signal: bool = False  # the exit was by a signal of `exit_status.FATAL_SIGNALS`
+    message: str = ""  # the exception, or what the watchdog reported, in one line; empty for an exit
+    fatal_signal: bool = False  # a signal of `exit_status.FATAL_SIGNALS` ended it
     caught: bool = False  # SGLang caught the exception, and the process serves on
-    before_capture: bool = True  # it was seen before the server's own clean-up could begin
-    with_parent: bool = False  # the exit came of the end of the process that had started it
+    before_capture: bool = True  # it was observed before the server's own clean-up could begin
+    with_parent: bool = False  # it ended because the process that had started it ended
     is_answer: bool = False  # the main process ended with a status that reports the crash of another process
 
 
 class Verdict(msgspec.Struct):
-    """What the evidence says."""
+    """The crash handler's conclusion from the evidence."""
 
     kind: str  # the cause of the first failure, or ``unknown``
     first_failure: Failure | None  # the process that failed first
     level: Level  # how well it is supported
     text: str
-    basis: list[str] = []  # the statements that it rests on
+    basis: list[str] = []  # the statements that support it
 
 
 class Suspect(msgspec.Struct):
-    """A request that may have brought the failure about."""
+    """A request that may have caused the failure."""
 
     rid: str
     level: Level  # how well the suspicion is supported
-    reasons: list[str]  # what speaks for it, a sentence each
+    reasons: list[str]  # why it is suspected, a sentence each
 
 
 class CollectiveFinding(msgspec.Struct):
-    """What is seen of one process group; see `analysis.collectives.CollectiveFinding`."""
+    """What the flight recorders show about one process group; see `analysis.collectives`."""
 
     group: str = ""
     kind: str = ""
-    named: list[int] = []  # the ranks to be looked at
+    named: list[int] = []  # the ranks to examine
     processes: list[str] = []  # the processes of those ranks, in words
     statement: str = ""
     level: Level = "unknown"
-    waiting: list[str] = []  # the processes that wait for them, in words
-    pids: list[int] = []  # those of the processes to be looked at
-    waiting_pids: list[int] = []  # those of the processes that wait for them
+    waiting: list[str] = []  # the processes that wait for the named ranks, in words
+    pids: list[int] = []  # the pids of the processes to examine
+    waiting_pids: list[int] = []  # the pids of the processes that wait for them
 
 
 class Collectives(msgspec.Struct):
-    """What PyTorch's flight recorders of the ranks reported of their collectives."""
+    """What PyTorch's flight recorders of the ranks show about their collectives."""
 
-    findings: list[CollectiveFinding] = []  # what is seen of each process group, what tells most first
-    missing: list[str] = []  # whose dump is missing, and why, a sentence each
+    findings: list[CollectiveFinding] = []  # for each process group, the most telling first
+    missing: list[str] = []  # which rank's dump is missing, and why, a sentence each
 
 
 class Occurrence(msgspec.Struct):
-    """One more time that a fault was seen on this host; see `incident.fingerprint`."""
+    """An occurrence of a fault on this host; see `incident.fingerprint`."""
 
-    key: str  # names the fault
-    count: int  # how many times it was seen, this one included
-    first: str  # when it was seen for the first time
-    repeats: str | None = None  # id of an earlier incident of it that is kept in full, while this one is kept in short
-    seen: dict[str, int] = {}  # in how many earlier ones a request like a suspect was suspected, by the suspect's id
+    key: str  # identifies the fault
+    count: int  # how many times the fault has occurred, including this time
+    first: str  # when it occurred for the first time
+    repeats: str | None = None  # id of an earlier incident of the fault that is kept in full; this one is kept in short
+    seen: dict[str, int] = {}  # by a suspect's id, how many earlier incidents of the fault suspected a request like it
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """What the steps of the ranks that must agree say together."""
+    """How the steps of ranks that must agree compare."""
 
     kind: DivergenceKind
     level: Level  # how well it is supported
     statement: str
-    step: int | None = None  # the first that differs, or that a rank has not; None if absent
-    ranks: str = ""  # the outliers, in words; of as many on each side, all of them where nothing tells who it is
-    pids: tuple[int, ...] = ()  # of those
-    against: str = ""  # from whom, in words; empty where nothing tells who the outliers are
-    request: str | None = None  # the request that one has and another has not, or otherwise; None where it is not one
-    decision: str | None = None  # the name of the decision that differs, None where none does
-    seconds_before: float | None = None  # how long before the moment that step began, in seconds; None if not known
+    step: int | None = None  # the first step that differs, or that a rank does not have; None if absent
+    ranks: str = ""  # the outliers, in words; all ranks where two equal sides differ and neither is known to be wrong
+    pids: tuple[int, ...] = ()  # the pids of `ranks`
+    against: str = ""  # the ranks that they differ from, in words; empty where the outliers are not known
+    request: str | None = None  # the request in which the ranks differ; None where they do not differ in one request
+    decision: str | None = None  # the name of the decision that differs; None if decisions agree
+    seconds_before: float | None = None  # how long before the failure or hang that step began, in seconds; or None
     compared: int = 0  # how many steps of at least two ranks were compared
 
     @property
     def is_one(self) -> bool:
-        """Whether the ranks did diverge."""
+        """Whether the ranks diverged."""
         return self.kind in DIVERGED
 
 
 class Place(msgspec.Struct, omit_defaults=True):
-    """Where a server ran; of each what its environment names, such as ``pod_name`` and ``job_id``."""
+    """Where a server ran, by names from its environment such as ``pod_name`` and ``job_id``."""
 
     container: str | None = None
     kubernetes: dict[str, str] = {}
@@ -332,17 +332,17 @@ class Place(msgspec.Struct, omit_defaults=True):
 
 
 class Memory(msgspec.Struct, omit_defaults=True):
-    """The memory of a cgroup, in bytes, or of a file system in memory; None where that is not known."""
+    """The memory of a cgroup or of an in-memory file system, in bytes; None where it is not known."""
 
     limit_bytes: int | None = None
     used_bytes: int | None = None
     peak_bytes: int | None = None
     total_bytes: int | None = None
-    events: dict[str, int] = {}  # how often the kernel did what, such as ``oom_kill``
+    events: dict[str, int] = {}  # the kernel's count of each event, such as ``oom_kill``
 
 
 class Surroundings(msgspec.Struct, omit_defaults=True):
-    """What of ``environment.json`` an incident repeats, for a quick look."""
+    """The part of ``environment.json`` that an incident repeats, for a quick look."""
 
     path: str = ""
     model: str = ""
@@ -357,7 +357,7 @@ class Surroundings(msgspec.Struct, omit_defaults=True):
 
 
 class GpuUser(msgspec.Struct):
-    """A process of the server that has a GPU, and how well that is known."""
+    """A process of the server that uses a GPU, and how certain that is."""
 
     pid: int
     title: str
@@ -366,7 +366,7 @@ class GpuUser(msgspec.Struct):
 
 
 class GpuDevice(msgspec.Struct):
-    """One GPU, as the driver and the processes have it."""
+    """One GPU, as the driver and the processes report it."""
 
     index: int
     name: str | None = None
@@ -387,19 +387,19 @@ class Xid(msgspec.Struct, omit_defaults=True):
     time: float  # in seconds since the epoch
     text: str = ""  # the kernel's line
     source: str = ""
-    processes: list[GpuUser] = []  # those of the server that had the GPU then
+    processes: list[GpuUser] = []  # the server's processes that used the GPU then
 
 
 class Gpus(msgspec.Struct):
-    """What the driver said of the GPUs; see `analysis.gpus`."""
+    """What the driver reported about the GPUs; see `analysis.gpus`."""
 
     devices: list[GpuDevice] = []
     xids: list[Xid] = []
-    lines: list[str] = []  # both in words
+    lines: list[str] = []  # devices and Xids in words
 
 
 class Cause(msgspec.Struct):
-    """What the judge says, as an incident has it."""
+    """The judge's verdict, in the form that an incident has."""
 
     kind: str = msgspec.field(name="class", default="unknown")  # see `verdict.Verdict`
     words: str = ""
@@ -411,7 +411,7 @@ class Cause(msgspec.Struct):
 
     @classmethod
     def of(cls, answer: answers.Verdict) -> Cause:
-        """Return a verdict of the judge's as an incident has it."""
+        """Return a verdict of the judge in this form."""
         known, helps = answer.known_issues, answer.restart_helps
         return cls(answer.kind, answer.cause, answer.level, answer.because, answer.next, known, helps)
 
@@ -421,12 +421,12 @@ class Entry(dict[str, Any]):
 
     @property
     def time(self) -> str:
-        """When, as `iso_time` has it; empty where that is not known."""
+        """The time, in the form of `iso_time`; empty where it is not known."""
         return str(self.get("time") or "")
 
     @property
     def seconds(self) -> float | None:
-        """When, in seconds since the epoch; None where that is not known."""
+        """The time, in seconds since the epoch; None where it is not known."""
         return seconds_of(self.get("time"))
 
     @property
@@ -436,27 +436,27 @@ class Entry(dict[str, Any]):
 
     @property
     def pid(self) -> int | None:
-        """To which process; None where it did to none."""
+        """The pid of the process that the event is about; None where it is about no process."""
         return pid if type(pid := self.get("pid")) is int else None
 
     @property
     def title(self) -> str:
-        """What that process is called."""
+        """The title of that process."""
         return str(self.get("title") or "")
 
     @property
     def message(self) -> str:
-        """What it said."""
+        """The message of the event."""
         return str(self.get("message") or "")
 
     @property
     def silent_secs(self) -> float | None:
-        """For how long nothing was heard of it, in seconds; None of another event."""
+        """For how long the process had given no sign of life, in seconds; None for events without it."""
         return secs if isinstance(secs := self.get("silent_secs"), int | float) else None
 
 
 class Incident(msgspec.Struct):
-    """Everything the kit knows of one crash, hang or loss of the other server of a pair."""
+    """Everything the kit knows about one crash, hang or loss of the other server of a pair."""
 
     id: str
     kind: str
@@ -466,14 +466,14 @@ class Incident(msgspec.Struct):
     requests: Requests = msgspec.field(default_factory=Requests)
     peers: list[LostPeer] = []
     collectives: Collectives | None = None
-    divergence: Divergence | None = None  # how the ranks that must agree compare; None without such steps
-    suspects: list[Suspect] = []  # the requests that may have brought it about, most suspicious first
-    suspects_left_out: int = 0  # how many more of the requests among which they were looked for are not listed
+    divergence: Divergence | None = None  # how the ranks that must agree compare; None without steps to compare
+    suspects: list[Suspect] = []  # the requests that may have caused it, most suspicious first
+    suspects_left_out: int = 0  # how many more requests were considered as suspects and are not listed
     environment: Surroundings | None = None  # None before it was gathered
     gpus: Gpus | None = None  # None where the driver was not asked
-    timeline: list[Entry] = []  # in order of time, of an incident that is shown
-    failures: list[FailureEvent] = []  # as they were seen
-    remarks: list[str] = []  # what the verdict says beside them, a sentence each
+    timeline: list[Entry] = []  # in order of time once the incident is shown or written
+    failures: list[FailureEvent] = []  # in the order in which they were observed
+    remarks: list[str] = []  # sentences that are added to the verdict's text
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None
     fault: Occurrence | None = None
@@ -487,18 +487,18 @@ class Incident(msgspec.Struct):
 
     @property
     def first_failure(self) -> ProcessReport | None:
-        """The process that failed first; None where none is known to have."""
+        """The process that failed first; None where that is not known."""
         failure = self.verdict.first_failure if self.verdict is not None else None
         return self.process(failure.pid) if failure is not None else None
 
     @property
     def failed_at_start(self) -> bool:
-        """Whether its server had not served yet."""
+        """Whether the server failed before it served."""
         return self.kind == "failed_start" or any(one.event in _FAILED_STARTS for one in self.timeline)
 
     @property
     def surroundings(self) -> Surroundings:
-        """What surrounded the server, as far as it is known."""
+        """The server's environment, as far as it is known."""
         return self.environment or Surroundings()
 
     def note(self, seconds: float, event: str, /, **fields: Any) -> None:
@@ -506,7 +506,7 @@ class Incident(msgspec.Struct):
         self.timeline.append(Entry(time=iso_time(seconds), event=event, **fields))
 
     def shown(self) -> Incident:
-        """Return it as it is shown and written: the samples in short, the timeline in order of time."""
+        """Return the incident as it is shown and written: samples in short, the timeline in order of time."""
         processes = []
         for one in self.processes:
             steps = one.steps and msgspec.structs.replace(one.steps, rids={}, checks=frozenset())
@@ -517,7 +517,7 @@ class Incident(msgspec.Struct):
         return msgspec.structs.replace(self, processes=processes, timeline=timeline)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values, ``schema_version`` first."""
+        """Return the incident as JSON values, ``schema_version`` first."""
         document = msgspec.to_builtins(self.shown())
         for process in document["processes"]:
             for name in NOT_IN_JSON if process["control"] else (*NOT_IN_JSON, "control"):
@@ -528,11 +528,11 @@ class Incident(msgspec.Struct):
 
     @classmethod
     def of(cls, document: object) -> Incident:
-        """Return the incident that a document tells of, whatever kit wrote it; see `lenient`."""
+        """Return the incident in a document of any version of the kit; see `lenient`."""
         return lenient.read(document, cls)
 
 
 #: Events that show that a server had not served yet.
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
-#: What of a process, and of its steps, is known while the incident is gathered, and not written.
+#: Fields of a process, and of its steps, that exist only while the incident is gathered and are not written.
 NOT_IN_JSON, NOT_IN_JSON_OF_STEPS = ("samples", "raised_through", "hit_in_main"), ("rids", "checks")

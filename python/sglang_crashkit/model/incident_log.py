@@ -1,8 +1,8 @@
-"""The log of an incident, ``events.jsonl``: a line for each piece of it that came or changed, as it did.
+"""The log of an incident, ``events.jsonl``: a line for each piece of the incident when it is added or changed.
 
-A line is an object with one name, that of a part of ``incident.json``, and its value: of one process, by its pid, what
-is new; one event of the timeline; or the whole of any other part. `reduce` puts them together; a last line that was cut
-off is no line.
+A line is a JSON object with one key, a field of ``incident.json``. Its value is the new or changed fields of one
+process, with its pid; one event of the timeline; or the whole of any other field. `reduce` rebuilds the incident from
+the lines and skips a last line that was cut off.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import Any
 from sglang_crashkit.model.incident import Incident
 
 LOG = "events.jsonl"
-#: A log of 512 ranks has 10 MB in some thousand lines; anybody may have written it.
+#: Limits, since anyone may have written the log; that of 512 ranks has 10 MB in a few thousand lines.
 MAX_BYTES, _MAX_LINES = 64 << 20, 100_000
 
 
 class IncidentLog:
-    """What is in the log of an incident by now."""
+    """The state of an incident's log, from which the next lines follow."""
 
     def __init__(self) -> None:
-        self._logged: dict[tuple[object, str], int] = {}  # of each value the hash of what was logged last
+        self._logged: dict[tuple[object, str], int] = {}  # hash of the last logged value of each owner and field
         self._events = 0
         self._next: tuple[dict[tuple[object, str], int], int] = ({}, 0)
 
     def lines(self, incident: Incident) -> list[str]:
-        """Return a line for each piece that came or changed since `keep` was called last."""
+        """Return a line for each piece that was added or changed since the last call of `keep`."""
         document = incident.to_json()
         del document["timeline"]
         self._next = (dict(self._logged), len(incident.timeline))
         processes = [(one, self._changed(one["pid"], one)) for one in document.pop("processes")]
-        # The processes first: what a log that is cut off says of one comes after it.
+        # Processes come first: a log that is cut off then has each process that its other lines refer to.
         told = [_line("processes", {"pid": one["pid"], **changed}) for one, changed in processes if changed]
         told += [_line(name, value) for name, value in self._changed(None, document).items()]
         return told + [_line("timeline", entry) for entry in incident.timeline[self._events :]]
 
     def keep(self) -> None:
-        """Take the lines that were returned last for written."""
+        """Record that the lines of the last call of `lines` are written."""
         self._logged, self._events = self._next
 
     def _changed(self, owner: object, values: dict[str, Any]) -> dict[str, Any]:
-        """Return those of an owner's values that are not logged as they are; what is empty goes without saying."""
+        """Return the values of an owner that differ from the logged ones; an empty one is logged only after another."""
         changed, logged = {}, self._next[0]
         for name, value in values.items():
             said = hash(json.dumps(value, default=str))
@@ -58,7 +58,7 @@ def _line(name: str, value: object) -> str:
 
 
 def reduce(lines: Iterable[bytes]) -> Incident:
-    """Return the incident that the lines of a log tell of, which is not complete; what is no line is passed over."""
+    """Return the incident in the lines of a log, marked as not complete; lines that don't parse are skipped."""
     document: dict[str, Any] = {}
     processes: dict[str, dict[str, Any]] = {}
     timeline = []

@@ -1,6 +1,6 @@
-"""Data of a document that anybody may have written: read in part where it does not fit, or refused as a whole.
+"""Read documents that anyone may have written: keep the parts that fit (`read`), or refuse the whole (`read_whole`).
 
-Values of JSON, each of the type that it must have, and times as documents have them.
+Also helpers that return JSON values as one type, and convert times as documents have them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import msgspec
 
 _Kind = TypeVar("_Kind")
 _fields = cache(msgspec.structs.fields)
-#: Of a list with a part that does not fit, so many are looked at one by one.
+#: Where a part of a list or an object does not fit, only this many parts are read, one by one.
 _MAX_PARTS = 20_000
-#: What stands for a required value that is missing or has another form.
+#: The value in place of a required one that is missing or has another form.
 _EMPTY: dict[object, Callable[[], Any]] = {str: str, int: int, float: float, list: list, dict: dict, bool: bool}
 
 
 def writable(value: str) -> str:
-    """Return text that every file takes: a lone surrogate, which none would, may stand in JSON."""
+    """Return text with lone surrogates escaped: JSON may have them, and they can't be written to a file."""
     return value if value.isascii() else value.encode(errors="backslashreplace").decode()
 
 
@@ -51,7 +51,7 @@ def iso_time(seconds: float) -> str:
 
 
 def seconds_of(time: object) -> float | None:
-    """Return a time as `iso_time` writes it in seconds since the epoch; None otherwise."""
+    """Return a time of the form of `iso_time` as seconds since the epoch; None for any other value."""
     try:
         return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError, OSError):
@@ -59,16 +59,16 @@ def seconds_of(time: object) -> float | None:
 
 
 def read(value: object, kind: type[_Kind]) -> _Kind:
-    """Return a document as a Struct, the parts of it that fit: a piece with another form costs that piece alone."""
+    """Return a document as a Struct with the parts that fit; only a part of another form is left out."""
     found: _Kind = _required(_plain(value), kind)
     return found
 
 
 def read_whole(value: object, kind: type[_Kind], name: str) -> _Kind:
-    """Return a document as a class of data, lone surrogates escaped; ValueError where a part has another form."""
+    """Return a document as `kind`, lone surrogates escaped; raises ValueError if any part has another form."""
     try:
         try:
-            # Looked for in C: there may be millions of values.
+            # This finds lone surrogates in C, as there may be millions of values.
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError:
             value = _plain(value)
@@ -78,7 +78,7 @@ def read_whole(value: object, kind: type[_Kind], name: str) -> _Kind:
 
 
 def _plain(value: object) -> object:
-    """Return a JSON value without lone surrogates, which no text has, and numbers that nothing can be done with."""
+    """Return a JSON value with lone surrogates escaped, and None for infinite, NaN and huge numbers."""
     if isinstance(value, list):
         return [_plain(one) for one in value]
     if isinstance(value, dict):
@@ -97,13 +97,13 @@ def _required(value: object, kind: Any) -> Any:
         return _convert({}, kind)
     origin = get_origin(kind) or kind
     if origin is Literal:
-        # A newer kit may have more words than are known here.
+        # A newer kit may write words that this version doesn't know.
         return value if isinstance(value, str) else get_args(kind)[-1]
     return str(value) if origin is str and isinstance(value, int | float) else _EMPTY.get(origin, NoneType)()
 
 
 def _convert(value: object, kind: Any) -> Any:
-    """Return a value as `kind`, without the parts of another form; ValidationError where all of it has."""
+    """Return a value as `kind`, without parts of another form; raises ValidationError if nothing fits."""
     with suppress(msgspec.ValidationError):
         return msgspec.convert(value, kind, dec_hook=_own)
     origin, arguments = get_origin(kind) or kind, get_args(kind)
@@ -135,7 +135,7 @@ def _kept(value: object, kind: Any) -> list[Any]:
 
 
 def _own(kind: type[_Kind], value: Any) -> _Kind:
-    """Return a JSON object as one of the classes that show it as it is, such as `incident.Entry`."""
+    """Return a JSON object as a class that wraps it unchanged, such as `incident.Entry`."""
     if not isinstance(value, dict):
         raise msgspec.ValidationError("not an object")
     return kind(value)  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""The other servers of a prefill and decode pair that SGLang gave up, and the requests that wait for them."""
+"""The other servers of a prefill and decode pair that SGLang gave up on, and the requests that wait for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sglang_crashkit.model.lenient import mappings_of
 Role = Literal["prefill", "decode"]
 Sign = Literal["heartbeat", "failed_transfer"]
 
-#: A report names at most this many requests; the rest is counted.
+#: A report names at most this many requests, and counts the others.
 MAX_NAMED = 64
 _MAX_IN_TEXT = 8
 _MAX_LETTERS = 200
-#: More requests than this no server has.
+#: No server has more requests than this.
 _MAX_COUNT = 1_000_000
 
 
@@ -24,25 +24,25 @@ class WaitingRequest(msgspec.Struct, frozen=True):
     """A request that waits for the other server of a pair."""
 
     rid: str  # SGLang's request id
-    room: int | None = None  # the bootstrap room, by which both servers know it; None where it has none
-    since: str = ""  # since when it waits, UTC in ISO 8601; empty where SGLang does not say
+    room: int | None = None  # the bootstrap room, which identifies it on both servers; None without one
+    since: str = ""  # since when it waits, UTC in ISO 8601; empty if SGLang gives no time
 
 
 class LostPeer(msgspec.Struct):
-    """A server that SGLang, on its partner, gave up."""
+    """A server that SGLang on the other server of the pair gave up on."""
 
-    address: str  # where it was reached: a prefill server's bootstrap address, a decode rank's own
-    role: Role  # what it did
-    sign: Sign  # how SGLang noticed: by its decode server's heartbeat, or a prefill server's failed transfer
-    since: str  # when SGLang gave it up, UTC in ISO 8601
-    reason: str = ""  # why, in SGLang's words; empty where it gives none
-    requests: list[WaitingRequest] = []  # those that wait for it, `MAX_NAMED` at most
-    count: int = 0  # how many there are
-    reported_by: list[int] = []  # pids of the ranks that gave it up
+    address: str  # a prefill server's bootstrap address, or a decode rank's own address
+    role: Role  # the role of the lost server
+    sign: Sign  # how SGLang noticed: by the decode server's heartbeat check, or a prefill server's failed transfer
+    since: str  # when SGLang gave up on it, UTC in ISO 8601
+    reason: str = ""  # why, in SGLang's words; empty if SGLang gives no reason
+    requests: list[WaitingRequest] = []  # requests that wait for it, at most `MAX_NAMED`
+    count: int = 0  # how many requests wait for it
+    reported_by: list[int] = []  # pids of the ranks that gave up on it
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], pid: int) -> LostPeer | None:
-        """Return what rank `pid` reports, in plain letters and of less than 40 kB; None where it is no report."""
+        """Return the report of rank `pid`, in printable ASCII and below 40 kB; None if `fields` are not a report."""
         role, sign, count = (fields.get(name) for name in ("role", "sign", "count"))
         address, since, reason = (_plain(fields.get(name)) for name in ("address", "since", "reason"))
         if not address or role not in get_args(Role) or sign not in get_args(Sign):
@@ -57,8 +57,8 @@ class LostPeer(msgspec.Struct):
         return cls(address, cast("Role", role), cast("Sign", sign), since, reason, named, counted, [pid])
 
     def merge(self, other: LostPeer) -> None:
-        """Take in what another rank reported of the same peer."""
-        # Ranks of one tensor-parallel group have the same requests, those of a data-parallel one others.
+        """Add another rank's report of the same peer."""
+        # Ranks of one tensor-parallel group have the same requests; data-parallel replicas have different ones.
         both = list({(each.rid, each.room): each for each in (*other.requests, *self.requests)}.values())
         self.count = max(self.count, other.count, len(both))
         self.requests = both[:MAX_NAMED]
@@ -67,7 +67,7 @@ class LostPeer(msgspec.Struct):
 
 
 def describe(peers: Iterable[LostPeer]) -> list[str]:
-    """Return in words which servers SGLang gave up, which requests wait for them, and since when."""
+    """Return in words which servers SGLang gave up on, which requests wait for them, and since when."""
     groups: dict[tuple[Role, Sign], list[LostPeer]] = {}
     for peer in peers:
         groups.setdefault((peer.role, peer.sign), []).append(peer)
@@ -82,7 +82,7 @@ def _sentence(role: Role, sign: Sign, group: Sequence[LostPeer]) -> str:
     count = max(len(waiting), *(peer.count for peer in group))
     if not count:
         return f"{what}; no request waits for {whom}."
-    # What several servers have beyond the named ones may be the same requests or others.
+    # The requests that several servers have beyond the named ones may be the same or different.
     at_least = "at least " if plural and any(peer.count > len(peer.requests) for peer in group) else ""
     since = min((request.since for request in waiting.values() if request.since), default="")
     how_long = f", the first since {since}" if since else ""
@@ -96,6 +96,6 @@ def _in_short(names: Sequence[str], count: int) -> str:
 
 
 def _plain(value: object) -> str:
-    # A client may call its request anything; this is printed, and stands in Markdown.
+    # A client chooses its request's id freely, and the text is printed and put into Markdown.
     text = value[:_MAX_LETTERS] if isinstance(value, str) else ""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in text)

@@ -1,4 +1,4 @@
-"""What a process did at a moment. Every stack in the kit, whatever took it, is the stack of a `Sample`."""
+"""What a process did at one time. Every stack in the kit, by whatever tool, is part of a `Sample`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any, Literal
 
 from sglang_crashkit.model.lenient import writable
 
-#: Where modules are installed, the last of it: as packages, as Python's own, or SGLang in a checkout.
+#: The path up to the folder of the installed modules: of packages, of Python itself, or of an SGLang checkout.
 _ROOT = re.compile(r"^.*/(?:(?:site|dist)-packages|lib/python3\.\d+|python(?=/sglang(?:_crashkit)?/))/")
 
-#: Where a thread's stack begins: the interpreter's own entry, that of ``python -m``, or threading's, without and with
-#: the name of its class.
+#: Outermost functions of a thread's stack: of a script, of ``python -m``, or of threading, without and with the name
+#: of the class.
 _OUTERMOST = frozenset({"<module>", "_run_module_as_main", "_bootstrap", "Thread._bootstrap"})
 
 _FRAME = re.compile(r"(?P<function>[^()]{1,300}) \((?P<file>[^()]{1,600}?):(?P<line>\d{1,9})\)")
 
-#: Where the kernel keeps a process that a cgroup of version 2 freezes; nothing else sleeps there.
+#: Kernel functions in which a process that a version 2 cgroup freezes sleeps; no other process sleeps there.
 FREEZER = frozenset({"do_freezer_trap", "get_signal"})
 
-#: What took a stack: py-spy from outside; a thread of the process itself; faulthandler in a signal handler.
+#: How a stack was taken: by py-spy from outside; by a thread of the process; by faulthandler in a signal handler.
 Source = Literal["py-spy", "in-process", "faulthandler"]
 
-#: What was seen of the GIL of a process: ``main`` where its main thread held it; ``taken`` where another thread of it
-#: did not get it in time, and who held it is not known; empty where nothing was seen.
+#: State of a process's GIL: ``main``, its main thread held it; ``taken``, another of its threads did not get it in
+#: time, and the thread that held it is not known; empty where the GIL was not observed.
 Gil = Literal["", "main", "taken"]
 
-#: What a server of a pair with separate prefill and decode does (``--disaggregation-mode``).
+#: Role of a server in a pair with separate prefill and decode (``--disaggregation-mode``).
 Side = Literal["prefill", "decode"]
 
 
@@ -38,7 +38,7 @@ class Frame:
     """One Python frame."""
 
     function: str
-    file: str  # path of the file, as `short_path` has it: from the package on, whatever took the stack
+    file: str  # path of the file from its package on, as `short_path` returns it
     line: int  # line number, 0 where unknown
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Frame:
 
     @staticmethod
     def read(text: str) -> Frame | None:
-        """Return the frame whose form with a line a text is; None otherwise."""
+        """Return the frame in a text of the form ``function (file:line)``; None for other text."""
         found = _FRAME.fullmatch(text)
         return Frame(found["function"], found["file"], int(found["line"])) if found else None
 
@@ -70,35 +70,35 @@ class Sample:
     pid: int = 0
     start_ticks: int = 0  # start time in clock ticks since boot; with host and pid it identifies a process
     title: str = ""  # process title, without arguments that may be secret
-    role: str = ""  # as `titles.role_of` has it
-    ranks: Mapping[str, int] = field(default_factory=dict)  # ``{"tp": 0, "pp": 1}``; empty where there is one rank only
+    role: str = ""  # as `titles.role_of` returns it
+    ranks: Mapping[str, int] = field(default_factory=dict)  # ``{"tp": 0, "pp": 1}``; empty for a single rank
     time: float = 0.0  # when, in seconds since the epoch; 0 where it is not known
     server: int | None = None  # pid of the process on this host that launched its server, None where it is not known
     rendezvous: str | None = None  # ``--dist-init-addr``, which a server's processes share on all hosts; None if absent
-    side: Side | None = None  # by its server's command line; None where prefill and decode are not separate
-    state: str = ""  # the letter that ``/proc`` has for the state of its main thread; empty where it was gone
-    wchan: str = ""  # the kernel function in which the main thread slept, empty where it did not or could not be read
-    tracer: int = 0  # pid of the process that traced it, 0 if absent
+    side: Side | None = None  # from its server's command line; None where prefill and decode are not separate
+    state: str = ""  # the state letter of its main thread in ``/proc``; empty where the process was gone
+    wchan: str = ""  # the kernel function in which the main thread slept; empty if it was awake or can't be read
+    tracer: int = 0  # pid of the process that traced it; 0 if absent
     cpu_secs: float = 0.0  # CPU time that all its threads had used since its start, in seconds
     threads: tuple[Thread, ...] = ()  # its Python stacks, innermost frame first; empty if absent
     native: tuple[Thread, ...] = ()  # stacks with native frames, whose file is a source or a library, if known
-    kernels: tuple[str, ...] = ()  # names of the CUDA kernels that were running for it, as the debugger has them
-    problem: str = ""  # why there are no Python stacks; where there are, why what was tried before gave none, or empty
-    source: Source = "py-spy"  # what took the stacks, or was tried last
+    kernels: tuple[str, ...] = ()  # names of the CUDA kernels that ran for it, as the debugger prints them
+    problem: str = ""  # why there are no Python stacks, or why a method before the successful one gave none; or empty
+    source: Source = "py-spy"  # the method that took the stacks, or the last one tried
     seconds: float = 0.0  # from the start of the round to its stacks, in seconds
-    gil: Gil = ""  # what was seen of its GIL
-    doing: tuple[str, ...] = ()  # the innermost frames that tell what it was about, as an incident shows them
+    gil: Gil = ""  # the observed state of its GIL
+    doing: tuple[str, ...] = ()  # the innermost frames that show what it was doing, as an incident shows them
 
     @property
     def main_thread(self) -> Thread | None:
-        """Its main thread, None where there is no stack of that."""
+        """Its main thread; None where that thread has no stack."""
         return main_thread(self.threads, self.pid)
 
 
 def parse_pyspy(text: str) -> tuple[Thread, ...]:
-    """Return the threads in the output of ``py-spy dump --json``, in which form a process speaks of itself, too.
+    """Return the threads in the output of ``py-spy dump --json``; a process that dumps itself writes the same form.
 
-    Raises ValueError where it is not such an output, or has no frame.
+    Raises ValueError if the text is not of that form or has no frame.
     """
     try:
         document = json.loads(text)
@@ -115,10 +115,9 @@ def parse_pyspy(text: str) -> tuple[Thread, ...]:
 
 
 def short_path(path: str) -> str:
-    """Return the path of a module's file from its package on, such as ``sglang/srt/server.py``, or as it is.
+    """Return the path of a module's file from its package on, such as ``sglang/srt/server.py``, or the path unchanged.
 
-    Names of folders tell where modules are installed: a process does not tell its ``sys.path`` to who looks from
-    outside.
+    The install folder is recognized by folder names, because the ``sys.path`` of a process can't be read from outside.
     """
     return _ROOT.sub("", path)
 
@@ -127,7 +126,7 @@ def _thread(entry: dict[str, Any]) -> Thread:
     frames = []
     for frame in entry["frames"]:
         name, whole = writable(str(frame["name"])), writable(str(frame["filename"]))
-        # py-spy's own short form leaves out a package's folder that has no __init__.py, as many of SGLang's.
+        # py-spy's short form omits package folders without __init__.py, of which SGLang has many.
         short = short_path(whole)
         path = short if short != whole else writable(str(frame.get("short_filename") or whole))
         frames.append(Frame(name, path, int(frame["line"])))
@@ -153,12 +152,12 @@ def main_thread(threads: Iterable[Thread], pid: int) -> Thread | None:
 
 
 def are_whole(frames: Sequence[Frame]) -> bool:
-    """Return whether frames, innermost first, reach to where a thread begins; those of one that ends may not."""
+    """Return whether frames, innermost first, reach the start of a thread; those of an ending thread may not."""
     return bool(frames) and frames[-1].function in _OUTERMOST
 
 
 def format_threads(title: str, pid: int, threads: Iterable[Thread], doing: Iterable[str] = ()) -> Iterator[str]:
-    """Yield the lines of a stack file: the process, what it was `doing`, then its threads, the main one first."""
+    """Yield the lines of a stack file: the process, what it was `doing`, then its threads, the main thread first."""
     yield f"Process {pid}: {title}"
     if frames := list(doing):
         yield ""

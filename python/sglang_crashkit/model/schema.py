@@ -11,7 +11,7 @@ import msgspec
 
 from sglang_crashkit.model import SCHEMA_VERSION, incident, peers, step, verdict
 
-#: A field of a class, with what is said of it behind it.
+#: A line with a field of a class, and the comment at its end.
 _FIELD = re.compile(r"    (\w{1,80}): [^#]{1,200}(?:# (.*))?")
 _REF = re.compile(r'"#/\$defs/(\w+)"')
 _WORDS = (
@@ -20,7 +20,7 @@ _WORDS = (
 
 
 def incident_schema() -> dict[str, Any]:
-    """Return the schema, of draft 2020-12: it fits what this kit, and any older one of the same version, writes."""
+    """Return the schema (draft 2020-12), which fits what this kit and older ones of the same version write."""
     whole = msgspec.json.schema(incident.Incident, schema_hook=_entry)
     definitions: dict[str, Any] = whole["$defs"]
     for name in incident.NOT_IN_JSON:
@@ -60,7 +60,7 @@ def _entry(kind: type) -> dict[str, Any]:
 
 
 def _comments(kind: type) -> list[tuple[str, str]]:
-    """Return the fields of a class with the comments on them: in lines above that begin with ``#:``, or behind."""
+    """Return the fields of a class with their comments: lines above that begin with ``#:``, or the end of the line."""
     above, found = list[str](), []
     for line in inspect.getsource(kind).splitlines():
         if line.startswith("    #: "):
@@ -73,7 +73,7 @@ def _comments(kind: type) -> list[tuple[str, str]]:
 
 
 def _allow_more_words(told: dict[str, Any]) -> None:
-    """Turn a closed list of words into examples, at any depth."""
+    """Turn enums into strings with examples, at any depth, as newer kits may add words."""
     if "enum" in told:
         told["type"], told["examples"] = "string", told.pop("enum")
     for part in (*told.get("anyOf", ()), told.get("items"), told.get("additionalProperties")):

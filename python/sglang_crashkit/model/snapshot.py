@@ -1,8 +1,8 @@
-"""What one round saw of the processes on one host: the data that is collected, gathered from hosts and analysed.
+"""The processes on one host in one round: the data that is collected, gathered from hosts and analysed.
 
-As JSON each frame (function, file, line) and each stack (numbers of frames, innermost first) stands once, in a table:
-those of a server's ranks are mostly the same, and read back they are the same objects. `SCHEMA_VERSION` grows when a
-reader of the older form would misread it.
+The stacks of a server's ranks are mostly equal. So the JSON has tables in which each frame (function, file, line) and
+each stack (numbers of frames, innermost first) occurs once, and equal stacks that are read back are the same object.
+`SCHEMA_VERSION` grows when a reader of the older form would misread it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sglang_crashkit.model.sample import Frame, Sample, Thread
 SCHEMA_VERSION = 1
 
 _Entry = TypeVar("_Entry")
-#: Name, native id, whether active, whether it owns the GIL, number of its stack.
+#: A thread: name, native id, whether active, whether it owns the GIL, number of its stack.
 _Row = tuple[str, int | None, bool, bool, int]
-#: Equal frames of many hosts are one object, which makes them quick to compare.
+#: Equal frames of many hosts are the same object, which makes comparison fast.
 _frame = lru_cache(maxsize=1 << 16)(Frame)
-#: How a sample was taken; of no use elsewhere.
+#: Fields about how a sample was taken, which other hosts do not use.
 _LOCAL = frozenset({"source", "seconds", "gil", "doing"})
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that could not be had."""
+    """Something that could not be collected."""
 
     what: str  # what is missing, with the process, path or host
     why: str  # the reason
@@ -40,12 +40,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class NodeSnapshot:
-    """What one round saw on one host."""
+    """The result of one round on one host."""
 
     host: str
     time: float  # when the round began, in seconds since the epoch
     processes: tuple[Sample, ...] = ()
-    problems: tuple[Problem, ...] = ()  # what could not be had
+    problems: tuple[Problem, ...] = ()  # what could not be collected
 
     def to_json(self) -> dict[str, Any]:
         """Return the snapshot as JSON values, ``schema_version`` first."""
@@ -63,7 +63,7 @@ class NodeSnapshot:
 
 
 class _Document(msgspec.Struct):
-    """A snapshot as JSON has it, but for what stands in the processes."""
+    """The JSON form of a snapshot; the content of the processes is checked separately."""
 
     schema_version: int
     host: str
@@ -75,7 +75,7 @@ class _Document(msgspec.Struct):
 
 
 def parse(text: str | bytes) -> NodeSnapshot:
-    """Return the snapshot in a text of JSON; raises ValueError for anything else, or one of a newer kit."""
+    """Return the snapshot in JSON text; raises ValueError for anything else, or for a newer `SCHEMA_VERSION`."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def parse(text: str | bytes) -> NodeSnapshot:
 
 
 def from_json(document: Any) -> NodeSnapshot:
-    """Return the snapshot in JSON values; raises ValueError for anything else, or one of a newer kit."""
+    """Return the snapshot in JSON values; raises ValueError for anything else, or for a newer `SCHEMA_VERSION`."""
     version = document.get("schema_version") if isinstance(document, dict) else None
     if type(version) is int and version > SCHEMA_VERSION:
         raise ValueError(f"the snapshot has schema_version {version}, this kit reads up to {SCHEMA_VERSION}")
@@ -99,7 +99,7 @@ def from_json(document: Any) -> NodeSnapshot:
 
 
 def _process_to_json(process: Sample, table: dict[tuple[Frame, ...], int]) -> dict[str, Any]:
-    """Return a process as JSON values; `table` has the number of each stack, and gets those of the process."""
+    """Return a process as JSON values, and add its stacks to `table`, which maps each stack to its number."""
     document: dict[str, Any] = {name: value for name, value in vars(process).items() if name not in _LOCAL}
     document["ranks"] = dict(process.ranks)
     document["kernels"] = list(process.kernels)
@@ -114,7 +114,7 @@ def _process_to_json(process: Sample, table: dict[tuple[Frame, ...], int]) -> di
 def _process_from_json(entry: dict[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> Sample:
     known = {name: value for name, value in entry.items() if name not in _LOCAL}
     for name in ("threads", "native"):
-        # Of 100,000 ranks there are millions of threads.
+        # All rows are converted at once: 100,000 ranks have millions of threads.
         rows = msgspec.convert(entry.get(name), list[_Row])
         frames = _pick(stacks, [row[-1] for row in rows])
         known[name] = tuple([Thread(*row[:-1], stack) for row, stack in zip(rows, frames, strict=True)])
@@ -122,7 +122,7 @@ def _process_from_json(entry: dict[str, Any], stacks: Sequence[tuple[Frame, ...]
 
 
 def _pick(table: Sequence[_Entry], numbers: Sequence[int]) -> list[_Entry]:
-    """Return the entries of a table that have these numbers; LookupError where it has no such entry."""
+    """Return the entries of a table at these positions; raises LookupError if one is out of range."""
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(table):
         raise LookupError(f"there are numbers from {min(numbers)} to {max(numbers)} in a table of {len(table)}")
     return [table[place] for place in numbers]

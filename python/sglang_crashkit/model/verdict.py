@@ -1,4 +1,4 @@
-"""What a judge says of a case: what happened, to whom, where, how sure that is, and what to do next."""
+"""The judge's verdict on a case: what happened, to which process, in which component, how certain, and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Helps = Literal["yes", "no", "unknown"]
 
 
 class KnownIssue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An issue or pull request of sgl-project/sglang that the case looks like."""
+    """An issue or pull request of sgl-project/sglang that matches the case."""
 
     issue: int
     title: str
@@ -25,11 +25,11 @@ class Verdict(msgspec.Struct, kw_only=True):
     #: The class; stable, alerts route on it. ``class`` in JSON.
     kind: str = msgspec.field(name="class", default="unknown")
     level: Level = "unknown"
-    first: str | None = None  # who failed first or is to be looked at first, None if unknown
-    component: str | None = None  # the part of SGLang, or around it; a name of ``components.yaml``
+    first: str | None = None  # the process that failed first or is to be examined first; None if unknown
+    component: str | None = None  # the part of SGLang, or of its environment; a name of ``components.yaml``
     restart_helps: Helps = "unknown"
-    headline: str = ""  # what happened, and where everybody stands
+    headline: str = ""  # what happened, and what each process was doing
     cause: str = ""  # the class in words
-    because: list[str] = []  # what the answer rests on, most telling first, with its source
-    next: list[str] = []  # what to do, first things first
+    because: list[str] = []  # the evidence for it with its source, most telling first
+    next: list[str] = []  # what to do, in order
     known_issues: list[KnownIssue] = []
