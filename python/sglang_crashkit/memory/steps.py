@@ -1,19 +1,18 @@
 """The last steps of a scheduler: memory that the scheduler writes to and its crash handler reads.
 
-The memory is sealed (see `ring.map_sealed`), and all of it is there from the beginning, so that no store ever ends
-in SIGBUS::
+The memory is sealed (see `ring.map_sealed`) and allocated in full at creation, so that no store raises SIGBUS::
 
-    header     one page: magic number; what the scheduler does, in words of 64 bits; a control request, by its name;
+    header     one page: magic number; state of the scheduler, in words of 64 bits; name of a control request;
                names of the forward modes by their number, as JSON
-    steps      `STEPS` slots of 128 bytes; the step of number n lies in slot n modulo `STEPS`
-    data       the rest; the newest overwrites the oldest: ids and lengths of each step's requests
+    steps      `STEPS` slots of 128 bytes; step n is in slot n modulo `STEPS`
+    data       the rest: ids and lengths of each step's requests; the newest overwrite the oldest
 
-A step says where in the data its requests lie. Steps of the same requests share one list of ids. Consecutive decode
-steps share the lengths too, and store how many tokens each request has gained since.
+A step holds the offsets of its requests in the data. Steps with the same requests share one list of ids. Consecutive
+decode steps share the lengths too, and store how many tokens each request has gained since.
 
-There is no lock, and a writer may be killed anywhere. So a reader believes only what has the right checksum: the body
-of a step, and its pieces of the data. What changes as a step goes on is stored by single instructions: how far it came,
-which is in the word that has the step's number, and when it ended.
+There is no lock, and a writer may be killed at any instruction. So a reader accepts the body of a step, and its pieces
+of the data, only if their checksums are right. Two fields change while a step runs, each by a single store: its phase,
+which is in the same word as the step's number, and its end time.
 """
 
 from __future__ import annotations
@@ -35,49 +34,49 @@ from sglang_crashkit.model.step import MAX_RID, PHASES, Step, StepRequest, short
 NAME = "sglang-crashkit-steps"
 STEPS = 1000
 RECEIVED, SCHEDULED, FORWARD_BEGUN, FORWARD_DONE, PROCESSED = range(len(PHASES))
-#: What is decided on the way to a step, by its place in the record.
+#: The decisions that lead to a step, in the order in which the record has them.
 DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back", "timeout")
-#: More requests of one step than these are counted, and not recorded.
+#: The requests of one step beyond this number are counted, and not recorded.
 MAX_REQUESTS = 2048
 
 _VERSION = 8
 _MAGIC = (0x5347_4B53_5450_0000 | _VERSION).to_bytes(8, sys.byteorder)
 PAGE, SLOT = 4096, 128
-#: Where the slots begin, and how long each is, in words of 64 bits.
+#: Offset of the first slot, and length of a slot, in words of 64 bits.
 _FIRST_WORD, _WORDS = PAGE // 8, SLOT // 8
 DATA, DATA_BYTES = PAGE + STEPS * SLOT, 2_000_000
 SIZE = DATA + DATA_BYTES
-#: Words of the header. ROUND: when the last round of the event loop began. OPEN: the number of the step that it
+#: Words of the header. ROUND: when the last round of the event loop began. OPEN: the number of the step that the round
 #: becomes, 0 for the one after the newest, or IDLE. AT: the step whose results the scheduler waits for, 0 for none.
 _ROUND, _OPEN, _AT, _UNUSED = 8, 9, 10, 11
 _IDLE = 0xFFFF_FFFF_FFFF_FFFF
-#: Behind them in the header: length and name of the control request of this round; names of the forward modes.
+#: Further byte offsets in the header: length and name of the control request of this round; names of the forward modes.
 _CONTROL, _LONGEST_CONTROL, _MODES = 128, 64, 512
-#: A slot: number, forward mode of the last pass and phase in one word; when it ended; what does not change, behind its
-#: checksum.
+#: A slot: one word with step number, forward mode of the last pass, and phase; end time; checksum and body, which does
+#: not change.
 NUMBER_AT, _ENDED, FIXED = 16, 1, 16
 _MARKS = struct.Struct("@Qd")
-#: Number, when it began, rolling hash, how many tokens each request has more than the lengths say. Then what stays as a
-#: decode goes on: place, size and checksum of the ids, place and checksum of the lengths; how many requests are listed,
-#: and how many there are; how many tokens, mode, whether tokens lie behind the lengths; which decisions there are, and
-#: their numbers.
+#: The body. HEAD: step number, begin time, rolling hash, tokens that each request has gained beyond its length. REST,
+#: which consecutive decode steps share: offset, size and checksum of the ids; offset and checksum of the lengths;
+#: number of listed requests, and of all; number of tokens; mode; whether token counts follow the lengths; bit mask of
+#: the decisions, and their values.
 _HEAD, _REST = struct.Struct("<QdQB"), struct.Struct("<5I3I3B6Q")
 BODY = struct.Struct(_HEAD.format + _REST.format[1:])
 CHECKED = struct.Struct(f"<I{BODY.size}s")
 NO_DECISIONS = (0,) * (1 + len(DECISIONS))
 _ID_LENGTH = struct.Struct("<H")
-#: So many ids are kept ready to be written.
+#: Size of the cache of encoded ids.
 MAX_KNOWN = 4096
-#: After so many bytes a list of ids is written again, so that it is there as long as its steps.
+#: A shared list of ids is written again after this many bytes, so that it is not overwritten before its steps are.
 _FRESH = DATA_BYTES // 2
-#: So many steps share the lengths of one, at most.
+#: The lengths of one step are shared by at most this many later steps.
 _MAX_ADDED = 255
-#: A reader reads so many requests at most, of the newest steps.
+#: A reader returns at most this many requests, those of the newest steps.
 MAX_READ = 65_536
 
 
 class StepWriter:
-    """The scheduler's end; for one thread. All times are in seconds of the monotonic clock.
+    """The scheduler's side; not thread-safe. All times are in seconds of the monotonic clock.
 
     Raises:
         RingError: the kernel gives no memory or no descriptor.
@@ -91,26 +90,26 @@ class StepWriter:
         self._times = self._whole[: SIZE // 8 * 8].cast("d")
         self._agreed = 0
         self._known = _Encoded()
-        #: Where the next data goes, counted on over the end.
+        #: Where the next data goes, as an offset that does not wrap around.
         self._head = 0
-        #: The ids that were written last, and their place in the data, size and checksum.
+        #: The ids that were written last; their offset in the data, size and checksum.
         self._rids: Sequence[str] = ()
         self._ids = 0, 0, 0
-        #: Of the step that was written last: what agrees, the sum of its lengths, its size, and the rest of its body.
+        #: Of the step written last: hash of what ranks agree on, sum of lengths, requests, tokens each gained, `_REST`.
         self._same = self._sum = self._size = self._added = 0
         self._rest = b""
-        #: The step that was scheduled last, the place of its first word, and that word without mode and phase.
+        #: The step that was scheduled last, the index of its first word, and that word without mode and phase.
         self._newest, self._place, self._word = 0, _UNUSED, 0
 
     def close(self) -> None:
-        """Give the memory back, unless another process holds it."""
+        """Free the memory, unless another process holds it."""
         for view in (self._words, self._times, self._whole):
             view.release()
         self._map.close()
         os.close(self.fd)
 
     def begin_round(self, number: int, now: float) -> None:
-        """Note that a round of the event loop begins, which is to become step `number`, 0: there is nothing to do."""
+        """Record that a round of the event loop begins, for step `number`; 0 means that the scheduler is idle."""
         words = self._words
         self._times[_ROUND] = now
         words[_OPEN] = number or _IDLE
@@ -118,14 +117,14 @@ class StepWriter:
         self._map[_CONTROL] = 0
 
     def begin_control(self, name: str) -> None:
-        """Note that a control request is handled in this round, before the next batch."""
+        """Record that a control request is handled in this round, before the next batch."""
         told = name.encode(errors="replace")[:_LONGEST_CONTROL]
         self._map[_CONTROL + 1 : _CONTROL + 1 + len(told)] = told
-        # Last, so that it is whole.
+        # The length is stored last, so that a reader never sees half of a name.
         self._map[_CONTROL] = len(told)
 
     def receive(self, number: int, began: float, rids: Sequence[str], lengths: Sequence[int]) -> None:
-        """Note the requests that were received for a step to come, and the `lengths` of their inputs, in tokens."""
+        """Record the requests that were received for a future step, and the `lengths` of their inputs, in tokens."""
         self.schedule(number, began, 0, rids, lengths, [0] * len(rids), 0, {}, 0, RECEIVED)
 
     def schedule(
@@ -141,15 +140,15 @@ class StepWriter:
         agreed: int,
         phase: int = SCHEDULED,
     ) -> None:
-        """Note that a batch was scheduled in the round that `began` then; in the `phase` `RECEIVED`, that it may be.
+        """Record that a batch was scheduled in the round that `began` then; with `phase` `RECEIVED`, that it may be.
 
-        The forward `mode` is a number that the release gives it, 0 to 255. Each request of `rids`, a list that the
-        caller does not change later, has `lengths` tokens, of which the step computes `tokens`, one each where that is
-        None, and `total` in all. Of the `decisions` those of `DECISIONS` are noted; what else must be the same on all
-        ranks is `agreed`.
+        The forward `mode` is the release's number for it, 0 to 255. The requests are `rids`, a list that the caller
+        must not change later; each has `lengths` tokens, of which the step computes `tokens` (one each if None), and
+        `total` in all. Of the `decisions` only those in `DECISIONS` are recorded. `agreed` is a number for whatever
+        else must be the same on all ranks.
 
         Raises:
-            OverflowError, TypeError: a length is not one; nothing was noted.
+            OverflowError, TypeError: a length is out of range or no number; nothing was recorded.
         """
         decided = NO_DECISIONS
         if decisions:
@@ -173,7 +172,7 @@ class StepWriter:
         ids_at, ids_size, ids_sum = self._ids
         lengths_at = self._append(raw)
         self._added, self._sum, self._size = 0, sum(lengths), size
-        # Python salts the hash of anything but numbers by process.
+        # Only numbers: Python's hash of text and bytes differs between processes.
         self._same = hash((mode, size, total, agreed, ids_sum, *decided))
         # fmt: off
         self._rest = _REST.pack(
@@ -184,7 +183,7 @@ class StepWriter:
         self._put(number, began, phase)
 
     def schedule_again(self, number: int, began: float) -> bool:
-        """Note that the last batch goes on, each request with a token more; say whether that could be noted."""
+        """Record that the last batch goes on, each request with a token more; False after `_MAX_ADDED` such steps."""
         if self._added == _MAX_ADDED:
             return False
         self._added += 1
@@ -195,7 +194,7 @@ class StepWriter:
     def _put(self, number: int, began: float, phase: int) -> None:
         words, told = self._words, 0
         if phase == SCHEDULED:
-            # Once ranks differ in it they stay different.
+            # A rolling hash: once ranks differ in a step, all their later hashes differ.
             self._agreed = told = hash((self._agreed, number, self._sum, self._same)) & _IDLE
         body = _HEAD.pack(number, began, told, self._added) + self._rest
         slot = number % STEPS
@@ -208,24 +207,24 @@ class StepWriter:
             words[_OPEN] = 0
 
     def leave_out(self) -> None:
-        """Note that the batch that was scheduled last is another one than was noted last."""
+        """Note that the batch that was scheduled last was not recorded, so that its forward passes change no step."""
         self._place, self._word = _UNUSED, 0
 
     def begin_pass(self, mode: int) -> None:
-        """Note that a pass of the model, in this forward mode, begins for the batch that was scheduled last."""
+        """Record that a forward pass, in this forward mode, begins for the batch that was scheduled last."""
         self._words[self._place] = self._word | mode << 8 | FORWARD_BEGUN
 
     def wait_for_results(self, number: int) -> None:
-        """Note that the scheduler turns to the results of a step, which may not be there yet."""
+        """Record that the scheduler begins to process the results of a step, which may not have arrived yet."""
         self._words[_AT] = number
 
     def begin_results(self, number: int) -> None:
-        """Note that the scheduler turns to the results of a step, which are there."""
+        """Record that the scheduler begins to process the results of a step, which have arrived."""
         if self._newest - number < STEPS - 1:
             self._set_phase(number, FORWARD_DONE)
 
     def end(self, number: int, now: float) -> None:
-        """Note that a step's results were processed; a step that was overwritten is left alone."""
+        """Record that a step's results were processed; do nothing if the step was overwritten."""
         if self._newest - number < STEPS - 1:
             self._times[_FIRST_WORD + number % STEPS * _WORDS + _ENDED] = now
             self._set_phase(number, PROCESSED)
@@ -235,7 +234,7 @@ class StepWriter:
         self._words[place] = self._words[place] & ~0xFF | phase
 
     def _append(self, data: bytes) -> int:
-        """Write to the data; return its place, counted on over the end."""
+        """Append to the data; return its offset, which does not wrap around."""
         place, start = self._head, self._head % DATA_BYTES
         if start + len(data) > DATA_BYTES:
             place, start = place + DATA_BYTES - start, 0
@@ -245,7 +244,7 @@ class StepWriter:
 
 
 class _Encoded(dict[str, bytes]):
-    """Ids as they are written, by id; one that is not there is put there, unless it is long."""
+    """A cache of encoded ids, by id; a missing id is encoded, and cached unless it is longer than `MAX_RID`."""
 
     def __missing__(self, rid: str) -> bytes:
         text = short_rid(rid).encode(errors="surrogatepass")
@@ -259,22 +258,22 @@ class _Encoded(dict[str, bytes]):
 
 @dataclass(frozen=True)
 class LastSteps:
-    """What a scheduler's record of steps says."""
+    """What a scheduler's record of steps holds."""
 
-    steps: tuple[Step, ...]  # those that are whole, by number; the newest `STEPS` at most
-    #: The step that the scheduler is in: the one it is at, else the newest that is not done; None where it has nothing
-    #: to do.
+    steps: tuple[Step, ...]  # the intact steps, by number; at most the newest `STEPS`
+    #: The step that the scheduler is in: the step whose results it waits for, else the newest unfinished step; None if
+    #: the scheduler is idle.
     current: Step | None
-    #: Name of the control request that came in that round, before which no batch began; empty without one.
+    #: Name of the control request of the current round, as long as no batch began in it; empty without one.
     control: str = ""
 
 
 class StepReader:
-    """The crash handler's end of a `descriptor`, which stays open; by default `modes` are those that the record has.
+    """The crash handler's side; `descriptor` must stay open; by default `modes` are those in the record.
 
     Raises:
-        RingError: there is something else, a record of another layout, or it may be cut off while it is read.
-        OSError: it cannot be read, now or later.
+        RingError: it is no record of steps, has another layout, or is not sealed, so that it may shrink.
+        OSError: it cannot be read; `read` raises it too.
     """
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
@@ -284,15 +283,15 @@ class StepReader:
         self._modes = modes or _modes_in(os.pread(descriptor, PAGE - _MODES, _MODES))
 
     def read(self) -> LastSteps:
-        """Return what the record says now, whatever it holds, in bounded time; a step that is not whole is left out."""
+        """Return what the record holds now, without its damaged steps; takes bounded time even for arbitrary bytes."""
         data = os.pread(self._fd, SIZE, 0)
         round_at = time_or_zero(struct.unpack_from("@d", data, 8 * _ROUND)[0])
         opened, at = struct.unpack_from("@2Q", data, 8 * _OPEN)
-        # It counts until a batch is scheduled.
+        # The control request is current until a batch is scheduled.
         size = min(data[_CONTROL], _LONGEST_CONTROL) if opened else 0
         control = data[_CONTROL + 1 : _CONTROL + 1 + size].decode(errors="replace")
         found = _Requests(data)
-        # Where there is not room for all requests, the newest steps have theirs.
+        # Newest first: they get their requests if there is not room for the requests of all steps.
         starts = sorted(range(PAGE, DATA, SLOT), key=lambda start: _MARKS.unpack_from(data, start), reverse=True)
         found_steps = (self._step_at(data, start, found) for start in starts)
         steps = {step.number: step for step in found_steps if step is not None}
@@ -306,7 +305,7 @@ class StepReader:
         return LastSteps(kept, _current_of(kept, at, is_idle=opened == _IDLE), control)
 
     def _step_at(self, data: bytes, start: int, found: _Requests) -> Step | None:
-        """Return the step in a slot; None where it is not whole."""
+        """Return the step in a slot; None if it is damaged."""
         word, ended = _MARKS.unpack_from(data, start)
         checksum, body = CHECKED.unpack_from(data, start + FIXED)
         if not word or crc32(body) != checksum:
@@ -334,15 +333,15 @@ class StepReader:
 
 
 def _current_of(steps: Sequence[Step], at: int, *, is_idle: bool) -> Step | None:
-    """Return the step that a scheduler is in, which waits for the results of the one `at`; None where it has none.
+    """Return the step that a scheduler is in; `at` is the step whose results it waits for. None if it is in no step.
 
-    An idle one has no batch to launch; of a pipeline's stage the results of another one may be processed all the same.
+    An idle scheduler has no batch to launch, but a pipeline stage may still process the results of an earlier batch.
     """
     processed = max((step.number for step in steps if step.phase == PHASES[PROCESSED]), default=0)
     left = [step for step in steps if step.phase != PHASES[PROCESSED]]
     waited_for = [step for step in left if step.number == at]
     in_results = [step for step in left if step.phase == PHASES[FORWARD_DONE] and step.number > processed]
-    # One that was scheduled and is under way says more than the one that nothing is known of yet.
+    # Prefer a scheduled step that is in progress to one that was only received.
     scheduled = [step for step in left if step.phase != PHASES[RECEIVED]]
     ways = (waited_for, in_results) if is_idle else (waited_for, in_results, scheduled, left)
     return next((found[-1] for found in ways if found), None)
@@ -356,21 +355,21 @@ def _modes_in(data: bytes) -> dict[int, str]:
 
 
 class _Requests:
-    """The requests of the steps, as far as they are there, and a reader has room and time for them."""
+    """Decodes the requests of steps, as far as they are intact and within the reader's limits of size and time."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._requests_left, self._bytes_left = MAX_READ, 2 * DATA_BYTES
-        #: A list that many steps share is one in memory, too.
+        #: A list of ids that several steps share is decoded once.
         self._rids: dict[tuple[int, int, int], list[str]] = {}
 
     def of(
         self, count: int, ids: tuple[int, int, int], lengths: tuple[int, int], has_tokens: bool, added: int
     ) -> tuple[StepRequest, ...]:
-        """Return the requests of a step, `count` of them, none where they were overwritten.
+        """Return the `count` requests of a step; none if they were overwritten.
 
-        Place, size and checksum of their `ids` are given, and place and checksum of their `lengths`, behind which may
-        be `tokens`.
+        `ids` is offset, size and checksum of their ids. `lengths` is offset and checksum of their lengths, which token
+        counts follow if `has_tokens`; each request has gained `added` tokens since.
         """
         if not 0 < count <= min(MAX_REQUESTS, self._requests_left):
             return ()

@@ -1,10 +1,10 @@
-"""Hooks of SGLang's scheduler and model runner: a scheduler notes its steps, where a crash handler listens.
+"""Hooks of SGLang's scheduler and model runner: a scheduler records its steps for the crash handler, if there is one.
 
-A step is a batch; `memory.steps` says what is noted of it. What goes into the hash that ranks are compared by is the
-same on all ranks that do the same: no clock, no address, no order of a set.
+A step is a batch; `memory.steps` describes its record. Ranks are compared by a hash, so everything that goes into it
+is the same on all ranks that do the same work: no clock, no address, no order of a set.
 
-Where batches overlap, a step is processed after the next one was launched. That its forward pass is done is known where
-the CPU computes it, or once the copy of its results has arrived, for which the recorder does not wait.
+If batches overlap, a step is processed after the next one was launched. The recorder knows that a forward pass is done
+if the CPU computes it, or if the copy of its results has arrived; the recorder does not wait for the copy.
 """
 
 # ruff: noqa: BLE001 - `_fail` logs what a hook caught
@@ -29,25 +29,25 @@ from sglang_crashkit.srt.managers.scheduler_heartbeat import forward_modes
 
 logger = logging.getLogger(__name__)
 
-#: Names of the modes in which a batch takes in tokens, and of the one that only stands for what was received elsewhere.
+#: Forward modes in which a batch computes input tokens; the mode of requests that a prefill server computed.
 _EXTENDS = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
 _PREBUILT = "prebuilt"
-#: That of a batch each of whose requests gets one token more, unless it speculates.
+#: The forward mode of a batch in which each request gains one token, or more with speculative decoding.
 _DECODE = "decode"
-#: So many of the requests that were received for one step are looked at; the others are counted.
+#: At most this many of the requests received for one step are read; the others are counted.
 _MAX_RECEIVED = 256
-#: More batches than these are under way in no event loop.
+#: No event loop has more batches than this in progress.
 _MAX_PENDING = 64
-#: So many errors of the recorder's own switch it off.
+#: The recorder switches itself off after this many errors of its own.
 _MAX_FAILURES = 8
-#: What `memory.steps.DECISIONS` calls the requests that a hierarchical cache is about.
+#: Decisions (see `memory.steps.DECISIONS`) of a hierarchical cache, and the cache's attribute that holds the requests.
 _CACHE = {"prefetch": "ongoing_prefetch", "write_back": "ongoing_write_through"}
-#: Prefixes of the classes of requests that are no control requests: for an answer, for its end, and such as only read,
-#: which routers send all the time. Then the suffix that the name of a control request is told without.
+#: Prefixes of the request classes that are no control requests: requests for an answer, aborts, and read-only requests,
+#: which routers send all the time. `_END_OF_NAME` is removed from the class name of a control request.
 _NO_CONTROL = ("Tokenized", "BatchTokenized", "Abort", "GetLoad", "GetInternalState")
 _END_OF_NAME = re.compile(r"Req(Input|uest)?$")
 _WORDS = re.compile(r"LoRA|[A-Z][a-z0-9]*")
-#: What an abort says that is of a timeout.
+#: Part of the ``abort_message`` of a request that timed out.
 _TIMED_OUT = "timeout reached"
 _output_of, _input_of = attrgetter("output_ids"), attrgetter("origin_input_ids")
 
@@ -56,7 +56,7 @@ _is_off = False
 
 
 class StepRecorder:
-    """The steps of one scheduler; `modes` has the names of the release's forward modes by their number."""
+    """Records the steps of one scheduler; `modes` maps the numbers of the release's forward modes to their names."""
 
     def __init__(self, scheduler: Any, writer: StepWriter, modes: dict[int, str]) -> None:
         self.writer = writer
@@ -65,30 +65,29 @@ class StepRecorder:
         by_name = {name: number for number, name in modes.items()}
         self._prebuilt, self._decode = by_name.get(_PREBUILT, -1), by_name.get(_DECODE, -1)
         self._is_cpu = str(getattr(scheduler, "device", None)) == "cpu"
-        #: While a stage of a pipeline has nothing to do in one round, another batch may be under way.
+        #: A pipeline stage that has nothing to do in one round may still have another batch in progress.
         self._is_staged = getattr(scheduler, "pp_size", 1) > 1
         self._grammars = getattr(scheduler, "grammar_manager", scheduler)
         self._cache = [
             (name, attribute)
             for name, attribute in _CACHE.items()
-            # The cache of newer releases has them in any case.
+            # In newer releases the cache has these attributes even if it is not hierarchical.
             if getattr(scheduler, "enable_hierarchical_cache", True)
             and hasattr(getattr(scheduler, "tree_cache", None), attribute)
         ]
         self._began = monotonic()
-        #: How many batches began, and whether one did in this round.
+        #: The number of batches that began, and whether one began in this round.
         self._batches, self._has_begun = 0, False
-        #: Steps whose results may not be processed yet; the one whose results are; the last one whose results were.
+        #: Steps whose results may be unprocessed; the step whose results are in process, else 0; the last such step.
         self._pending: deque[int] = deque(maxlen=_MAX_PENDING)
         self._processing = self._processed = 0
-        #: On the decode side of a pair: the last step of prebuilt requests that contains an idle batch, and the number
-        #: of that idle batch's own step.
+        #: On a decode server: the last step of prebuilt requests that contains an idle batch; that idle batch's step.
         self._inner_of = self._inner = 0
-        #: The requests of a decode that was noted last, and goes on where the next one has the same: SGLang makes
-        #: another list where one ends, and lengthens it where one comes.
+        #: The requests of the last recorded step, if it is a decode step. The next step continues it if it has the same
+        #: list at the same length: SGLang makes a new list when a request ends, and appends to it when one is added.
         self._reqs: list[Any] = []
         self._size = 0
-        #: Of all that was ever received, as bytes and as a number.
+        #: Hash of all requests ever received, as bytes and as a number.
         self._received_hash, self._received_sum = bytes(8), 0
         self._no_controls: set[type] = set()
         self._forget_received()
@@ -100,7 +99,7 @@ class StepRecorder:
         self._decisions: dict[str, int] = {}
 
     def receive(self, scheduler: Any, requests: Sequence[Any]) -> None:
-        """Note that a round of the event loop begins with these new requests."""
+        """Record that a round of the event loop begins with these new requests."""
         self._began = now = monotonic()
         number = self._number_of(scheduler) + 1
         has_begun, self._has_begun = self._has_begun, False
@@ -134,9 +133,9 @@ class StepRecorder:
     def _note_control(self, requests: Sequence[Any]) -> None:
         for kind in dict.fromkeys(map(type, requests)):
             if not kind.__name__.startswith(_NO_CONTROL):
-                # It is called as its route, such as ``update_weights_from_disk``, by the name of its class.
+                # Make the name of its HTTP route, such as ``update_weights_from_disk``, from the name of its class.
                 words = "_".join(word.lower() for word in _WORDS.findall(_END_OF_NAME.sub("", kind.__name__)))
-                # What the route and the scheduler's function say.
+                # The route and the scheduler's function have "weights" where the class has "weight".
                 self.writer.begin_control(words.replace("update_weight_", "update_weights_") or kind.__name__)
                 break
             self._no_controls.add(kind)
@@ -145,7 +144,7 @@ class StepRecorder:
         name, rid = type(request).__name__, short_rid(getattr(request, "rid", None) or "")
         self._mix(f"{name} {rid}")
         if name == "AbortReq":
-            # From 0.5.23 on one rank decides on timeouts, and tells all.
+            # From 0.5.23 on one rank decides on timeouts, and sends the decision to all ranks.
             message = getattr(request, "abort_message", None)
             is_timeout = isinstance(message, str) and _TIMED_OUT in message[:256]
             self._decide("timeout" if is_timeout else "abort", rid)
@@ -162,16 +161,16 @@ class StepRecorder:
         self._received_hash = blake2b(told, key=self._received_hash, digest_size=8).digest()
 
     def _decide(self, name: str, rid: str) -> None:
-        """Note what was decided about a request: a number that tells the same requests in the same order."""
+        """Add a request to the checksum of the decision `name`, which depends on the requests' ids and their order."""
         self._decisions[name] = zlib.crc32(f"{rid} ".encode(errors="surrogatepass"), self._decisions.get(name, 0))
 
     def retract(self, requests: Sequence[Any]) -> None:
-        """Note that requests are put back into the queue, as there is no room for them; before they are."""
+        """Record that these requests are about to be put back into the queue for lack of memory."""
         for request in islice(requests, _MAX_RECEIVED):
             self._decide("retract", short_rid(request.rid))
 
     def schedule(self, scheduler: Any, batch: Any) -> None:
-        """Note that a batch begins, once ``Scheduler.forward_ct`` counts it."""
+        """Record that a batch begins; to be called after ``Scheduler.forward_ct`` was incremented for it."""
         self._batches, self._has_begun = self._batches + 1, True
         number, reqs, mode = self._number_of(scheduler), batch.reqs, int(batch.forward_mode or 0)
         decisions = self._decisions
@@ -183,7 +182,7 @@ class StepRecorder:
         if not goes_on or self._has_received or decisions or not self.writer.schedule_again(number, self._began):
             self._write_out(number, batch, mode)
         if self._inner_of and self._inner_of == number - 1:
-            # It has no results of its own.
+            # The inner idle batch has no results of its own.
             self._inner = number
         else:
             self._pending.append(number)
@@ -197,7 +196,7 @@ class StepRecorder:
         is_counted = False
         tokens: Sequence[int] | None = None
         lengths: Sequence[int]
-        # With beams there are more rows than requests.
+        # Beam search has more rows than requests.
         if is_extend and len(batch.extend_lens) == len(batch.prefix_lens) == len(reqs):
             tokens = batch.extend_lens
             lengths = list(map(add, batch.prefix_lens, tokens))
@@ -206,7 +205,7 @@ class StepRecorder:
             if counted is not None and (algorithm is None or algorithm.is_none()) and len(counted) == len(reqs):
                 lengths, is_counted = counted.tolist(), True
             else:
-                # With speculative decoding that arrives from the GPU at some time, so the requests are asked.
+                # With speculative decoding ``seq_lens_cpu`` comes from the GPU later, so count each request's tokens.
                 inputs, outputs = map(len, map(_input_of, reqs)), map(len, map(_output_of, reqs))
                 lengths = list(map(add, inputs, outputs))
         self.writer.schedule(
@@ -224,7 +223,7 @@ class StepRecorder:
             self._reqs, self._size = reqs, len(reqs)
 
     def take_results(self, batch: Any, result: Any) -> None:
-        """Note that the scheduler turns to the results of a batch, the oldest that it did not process yet."""
+        """Record that the scheduler begins to process the results of a batch, its oldest unprocessed one."""
         number = getattr(batch, "forward_iter", None)
         if not number:
             pending = self._pending
@@ -239,7 +238,7 @@ class StepRecorder:
         self._processing = self._processed = number
 
     def end(self) -> None:
-        """Note that the results were processed."""
+        """Record that the results were processed."""
         number, self._processing = self._processing, 0
         if number:
             now = monotonic()
@@ -249,7 +248,7 @@ class StepRecorder:
 
 
 def on_received(scheduler: Any, requests: Sequence[Any]) -> None:
-    """Note that the scheduler begins a round of its event loop, with new requests that are not handled yet."""
+    """Record that the scheduler begins a round of its event loop, with new requests that are not handled yet."""
     if _is_off:
         return
     try:
@@ -260,9 +259,9 @@ def on_received(scheduler: Any, requests: Sequence[Any]) -> None:
         _fail("what was received")
 
 
-# One wrapper for all of these, which passes on what it gets, would take a tenth of the whole step.
+# These hooks don't share a wrapper that forwards its arguments: it would take a tenth of the time of a step.
 def on_retraction(requests: Sequence[Any]) -> None:
-    """Note that requests are put back into the queue, as there is no room for them; before they are."""
+    """Record that these requests are about to be put back into the queue for lack of memory."""
     if _recorder is not None:
         try:
             _recorder.retract(requests)
@@ -271,7 +270,7 @@ def on_retraction(requests: Sequence[Any]) -> None:
 
 
 def on_scheduled(scheduler: Any, batch: Any) -> None:
-    """Note that a batch begins, once ``Scheduler.forward_ct`` counts it."""
+    """Record that a batch begins; to be called after ``Scheduler.forward_ct`` was incremented for it."""
     if _recorder is not None:
         try:
             _recorder.schedule(scheduler, batch)
@@ -280,7 +279,7 @@ def on_scheduled(scheduler: Any, batch: Any) -> None:
 
 
 def on_forward(forward_batch: Any) -> None:
-    """Note that a pass of the model begins, of the target or of a draft."""
+    """Record that a forward pass of the target model or of a draft model begins."""
     if _recorder is not None:
         try:
             _recorder.writer.begin_pass(forward_batch.forward_mode or 0)
@@ -289,7 +288,7 @@ def on_forward(forward_batch: Any) -> None:
 
 
 def on_results(batch: Any, result: Any) -> None:
-    """Note that the scheduler turns to the results of a batch, the oldest that it did not process yet."""
+    """Record that the scheduler begins to process the results of a batch, its oldest unprocessed one."""
     if _recorder is not None:
         try:
             _recorder.take_results(batch, result)
@@ -298,7 +297,7 @@ def on_results(batch: Any, result: Any) -> None:
 
 
 def on_processed() -> None:
-    """Note that the results were processed."""
+    """Record that the results were processed."""
     if _recorder is not None:
         try:
             _recorder.end()
@@ -307,14 +306,14 @@ def on_processed() -> None:
 
 
 def _fail(what: str) -> None:
-    """Say once what cannot be noted, and switch the recorder off where that happens again and again."""
+    """Log the first error, which says `what` is not recorded; after `_MAX_FAILURES` errors switch the recorder off."""
     global _recorder, _is_off
     recorder = _recorder
     if recorder is None or recorder.failures + 1 >= _MAX_FAILURES:
         logger.warning("crash kit: the steps of this scheduler are not recorded any more", exc_info=True)
         _recorder, _is_off = None, True
         if recorder is not None:
-            # What the scheduler does from now on is not known.
+            # Clear the current step: what the scheduler does from now on is not known.
             recorder.writer.begin_round(0, monotonic())
         return
     if not recorder.failures:
@@ -338,7 +337,7 @@ def _begin(scheduler: Any) -> StepRecorder | None:
 
 
 def _is_at_work(scheduler: Any, *, has_begun: bool) -> bool:
-    """Say whether the scheduler has something to do; `has_begun` is whether a batch began in the last round."""
+    """Return whether the scheduler has work; `has_begun`, whether a batch began in the last round, is the fallback."""
     try:
         return bool(scheduler.waiting_queue) or scheduler.last_batch is not None
     except AttributeError as error:
