@@ -31,7 +31,7 @@ def test_incidents_of_real_servers_fit(path: Path) -> None:
 def test_the_schema_says_what_is_written_and_no_more() -> None:
     process = SCHEMA["$defs"]["ProcessReport"]["properties"]
     assert process["doing"] == {
-        "description": "The innermost Python frames that tell what it was doing, innermost first.",
+        "description": "The innermost Python frames that show what it was doing, innermost first.",
         "type": "array",
         "items": {"type": "string"},
         "default": [],
