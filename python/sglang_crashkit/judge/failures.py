@@ -145,6 +145,7 @@ class Failures:
         stages = [one for one in case.events if isinstance(one, Stage)]
         self._work, self._began = work, [one.place for one in (*work, *(it for it in stages if it.name == "ready"))]
         self._starts = [one.place for one in case.events if isinstance(one, Arguments) and one.values]
+        self._stage = stages[-1].name if stages else ""
         self._stages = {one.who: one.place for one in stages}  # the last of each
         self._ready = {(one.who, one.file): one.place for one in stages if one.name == "ready"}
         self._is_loading = not case.is_started and any(one.name == "weights" for one in stages[-2:])
@@ -196,7 +197,9 @@ class Failures:
             is_loading = one.kind in ("killed", "host_oom") and self._is_loading and one.component in (None, "cgroup")
             if is_loading or (one.kind == "gpu_oom_at_start" and any("create_weights" in it for it in one.because)):
                 one.component = "model_loader"
-            one.component = one.component or _known("usual_part").get(one.kind)
+            is_of_stage = not self._case.is_started and one.kind in ("startup_failed", "unsupported_configuration")
+            part = _known("part_of_stage").get(self._stage) if is_of_stage else None
+            one.component = one.component or _known("usual_part").get(one.kind) or part
             if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who:
                 one.level = "supported"
             if one.kind == "disk_full" or (one.is_consequence and one.kind in _known("told_by_the_left")):
@@ -253,6 +256,7 @@ class Failures:
             idle = self._case.last_at - max((one.last_at or float("inf") for one in work), default=float("inf"))
             yield finding_of(
                 "no_failure", (self._case.last_at, 0), notes=notes, answers=answers, on=self._on,
+                probe=any("probe failed" in note for one in self._case.containers for note in one.notes),
                 idle=f"{idle:.0f}" if answers and idle > _IDLE_S else None, component=next(iter(parts), None),
             )  # fmt: skip
         for stop in self._asked[:1]:
@@ -365,7 +369,8 @@ class Failures:
         is_started: bool, role: str,
     ) -> Finding:  # fmt: skip
         kind = row.kind_at(is_started)
-        said = "" if "hit an exception" in event.said else event.said
+        # The line before is its own where it leads to it; otherwise anything may stand there.
+        said = "" if "hit an exception" in event.said or not event.said.rstrip().endswith(":") else event.said
         others = " ".join(one.text for one in event.chain if one is not error)
         words = f"{error.type}: {_first_line(error.text)} {said} {others}"
         arguments = self._case.arguments
@@ -374,8 +379,9 @@ class Failures:
         outer = component_of(frames, arguments=arguments)
         part = row.part_of(outer if is_telling(outer) and part in (None, "scheduler") else part)
         part = part or component_of(words=error.text, arguments=arguments)
-        if kind == "startup_version" and part is None and error.frames and "/" in error.frames[0].file:
-            part = error.frames[0].file.partition("/")[0] or None  # the package that raised it
+        if kind == "startup_version" and part is None and error.frames and "/" in (file := error.frames[0].file):
+            # The package that raised it; of SGLang the part whose module could not be imported.
+            part = component_of(words=file) if is_own(error.frames[0]) else file.partition("/")[0] or None
         who = named.get("who") or row.who_is or event.who
         in_launch = "launch_server|cli/serve|entrypoints/(?:engine|http_server)"
         is_launch = not is_started and any(re.search(in_launch, one.file) for one in frames)

@@ -208,6 +208,9 @@ def _is_soft(sign: Sign) -> bool:
 
 
 def _probe(case: Case) -> str:
+    """Return the event of a probe that failed; empty where somebody asked by hand and was answered."""
+    if any(_pattern("answered").search(one.text) for one in case.events if isinstance(one, Line)):
+        return ""
     failed = _pattern("probe_when_ready" if case.is_started else "probe")
     return next((note for one in case.containers for note in one.notes if failed.search(note)), "")
 
