@@ -600,7 +600,8 @@ class Failures:
         for row in rows("failures", "containers"):
             notes = reversed(event.notes) if row.get("by_message") else event.notes
             note = next((one for one in notes if "note" in row and row["note"].search(one)), "")
-            if not row["pattern"].search(told) or ("note" in row and not note):
+            is_again = event.restarts > 0 or not row.get("again")
+            if not row["pattern"].search(told) or ("note" in row and not note) or not is_again:
                 continue
             because = f"{event.source}: {event.name or 'it'}: {event.reason or event.state} (exit code {event.code})"
             found = self._row_of(None, note, (), is_started=False, role="") if row.get("by_message") else None
@@ -649,7 +650,7 @@ class Failures:
 
     def _vanished(self) -> Iterator[Finding]:
         """Yield that a server which worked starts again in the same log, and nothing says how it ended."""
-        if any(one.reason == "Completed" for one in self._case.containers):
+        if any(one.reason == "Completed" and one.restarts for one in self._case.containers):
             return
         for start in (one for one in self._case.servers if one.values):
             own = [one for one in self._case.events if one.file == start.file]

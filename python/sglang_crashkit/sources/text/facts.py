@@ -84,8 +84,8 @@ STOPS = _compiled(
 )
 #: A unit of systemd that is no server: the driver's, the container engine's, a scheduler's.
 OTHER_UNIT = re.compile(
-    r"\A(?:nvidia-\w{1,40}|nv-\w{1,40}|dcgm\w{0,40}|docker|containerd|cri-o|kubelet|slurm\w{1,5}|munge|systemd-\w{1,40}"
-    r"|sshd?|NetworkManager|snapd|cron)\.(?:service|socket)\b"
+    r"\A(?:nvidia-(?:fabricmanager|persistenced|dcgm|imex)|nv-hostengine|dcgm\w{0,40}|docker|containerd"
+    r"|cri-o|kubelet|slurm\w{1,5}|munge|systemd-\w{1,40}|sshd?|NetworkManager|snapd|cron)\.(?:service|socket)\b"
 )
 _CODE = re.compile(
     r"(?:[Ee]xit(?:ed)?(?: with)?(?: with)?(?: the)?[ _-]?(?:code|Code|status)?|exitcode|return(?:ed)? code|returncode)"
