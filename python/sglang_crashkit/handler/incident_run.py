@@ -1,4 +1,4 @@
-"""One incident from its trigger to its folder on disk; it is kept short where its like was seen before."""
+"""One incident, from its trigger to its folder on disk; a repeated incident of the same fault is kept short."""
 
 from __future__ import annotations
 
@@ -48,39 +48,39 @@ from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Kinds that only say which failure was reported first, and may be corrected once the others are known.
+#: Kinds that only name the failure reported first; they are corrected once the other failures are known.
 _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
-#: An incident names at most this many lost peers, and of all so many requests that wait.
+#: An incident names at most this many lost peers, and this many waiting requests of all of them.
 _MAX_PEERS, _MAX_WAITING = 64, 1024
-#: So many of the innermost frames of a thread that ended are told.
+#: The number of innermost frames recorded of a thread that died.
 _MAX_THREAD_FRAMES = 16
-#: Characters of what a process says of its failure, and of what is told where nothing could be judged.
+#: Maximum characters of a process's failure message, and of the verdict of an incident that could not be judged.
 _MAX_MESSAGE, _MAX_PLAIN = 300, 2000
-#: So many failures of one process are judged; all are in the timeline.
+#: At most this many failures of one process are judged; the timeline has all.
 _MAX_FAILURES = 64
-#: The longest that an incident is judged and rendered, and that the judge is asked while others wait, in seconds; and
-#: what comes of it, in bytes. Of 512 ranks it takes 0.6 s, and is 1 MB.
+#: The time limits for judging and rendering a finished incident, and for judging one in progress, in seconds; and the
+#: size limit of a conclusion, in bytes. With 512 ranks it takes 0.6 s and 1 MB.
 _CONCLUDE_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 2.0, 16 << 20
-#: The standard error, which is the crash handler's log: a child goes on writing it.
+#: The descriptor of standard error, the crash handler's log: a forked child keeps it open.
 _LOG = 2
-#: The longest that native stacks may take, and what is left for writing then, in seconds.
+#: The longest time for native stacks, and the time that they leave for writing, in seconds.
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
 #: Seconds of an incident's time, or a share of it where that is less, reserved to write what is held in memory; and the
 #: most seconds that this may take where more time is left. Eight ranks take about one second.
 _KEPT_SECS, _KEPT_SHARE, _MEMORY_SECS = 3.0, 0.25, 6.0
-#: Of the time that the server's end has, the share that is left when the GPU cores are read.
+#: The share of the server's exit time that GPU cores leave unused.
 _LAST_SHARE = 0.1
 
 _Made = TypeVar("_Made", bound=msgspec.Struct)
 
 
 def secs_before_memory(budget_secs: float) -> float:
-    """Return how long an incident that may take `budget_secs` may wait before it gathers what is held in memory."""
+    """Return the seconds of `budget_secs` after which an incident gathers what is held in memory."""
     return budget_secs - min(_KEPT_SECS, _KEPT_SHARE * budget_secs)
 
 
 class Moment(Enum):
-    """When a kind of evidence is taken: what perishes first, first."""
+    """When a kind of evidence is taken, the most short-lived first."""
 
     CAPTURE = "as the incident begins, and again for each sample more"
     ASK = "once the samples are there"
@@ -90,54 +90,54 @@ class Moment(Enum):
 
 
 class Awaited(ABC):
-    """Evidence that comes while the crash handler goes on; the end of its incident waits for it."""
+    """Evidence that arrives while the crash handler does other work; the incident finishes after it."""
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether nothing is waited for."""
+        """Whether all of it has arrived or was given up."""
 
     @property
     def look_secs(self) -> float:
-        """How often it is looked at."""
+        """The seconds between two calls of `look`."""
         return 0.1
 
     @property
     def secs_left(self) -> float | None:
-        """How long it takes yet, in seconds, to tell who waits for the incident; None where it is a moment."""
+        """The seconds still needed, for the processes that wait for the incident; None if that is short."""
         return None
 
     def pids_of(self, _kind: EvidenceKind) -> Set[int]:
-        """Return the processes of which evidence of a kind is to come."""
+        """Return the pids of the processes whose evidence of a kind is awaited."""
         return frozenset()
 
     @abstractmethod
     def look(self) -> None:
-        """Take in what is whole by now."""
+        """Add the evidence that is complete by now."""
 
     @abstractmethod
     def give_up(self, reason: str) -> None:
-        """Wait no longer for what is not whole yet, for a reason that is noted."""
+        """Stop waiting for incomplete evidence; note `reason` as why it is missing."""
 
 
 @dataclass(frozen=True)
 class Collector:
     """A kind of evidence."""
 
-    name: str  # what the log calls it where it fails
-    moment: Moment  # at which moment of an incident it is taken
-    take: Callable[[IncidentRun, float], Awaited | None]  # takes it until a deadline, or begins to
-    when: Callable[[IncidentRun], bool] = lambda _run: True  # of which incidents
+    name: str  # its name in the log if it fails
+    moment: Moment  # the moment of an incident at which it is taken
+    take: Callable[[IncidentRun, float], Awaited | None]  # takes it by a deadline (monotonic), or starts to
+    when: Callable[[IncidentRun], bool] = lambda _run: True  # whether an incident needs it
 
 
 class IncidentRun:
-    """Gathers one incident: what comes is logged in its folder, and written as a whole at the end; later events join.
+    """Gathers one incident: logs each event in its folder, and writes the whole at the end; later events join.
 
     Args:
-        kind: of the event that was seen first; a crash that is finished has the kind of its first failure.
-        runtime: where the server's processes say which stack hooks they have.
-        collectors: the table; see `handler.evidence`.
-        note_error: is told which of them failed, and why: one that fails costs no other.
+        kind: of the event that was seen first; a finished crash has the kind of its first failure.
+        runtime: the folder where the server's processes record their stack hooks.
+        collectors: the table from `handler.evidence`.
+        note_error: called with a failed collector's name and its error; the other collectors still run.
     """
 
     def __init__(
@@ -152,17 +152,17 @@ class IncidentRun:
         note_error: Callable[[str, Exception], object] = lambda *_: None,
     ) -> None:
         self.folder, self.tree, self.runtime, self.settings = folder, tree, runtime, settings
-        self.opened = time.monotonic()  # since when it is gathered
-        self.captures = Capture.NONE  # by which means the living processes may be looked at
-        self.rounds = 0  # how often their stacks were taken
-        self.is_fatal_hang = False  # upstream ends the server for the hang
-        self.is_ending = False  # the server ends for what happened
-        self.begun: set[str] = set()  # the requests that were in a step of a rank; until it is finished
-        self.finished = False  # it is complete; what is added still is written anew
-        self.conclusion: Conclusion | None = None  # what is made of it; None until it is finished
+        self.opened = time.monotonic()  # by the monotonic clock
+        self.captures = Capture.NONE  # how the living processes may be captured
+        self.rounds = 0  # how many times their stacks were taken
+        self.is_fatal_hang = False  # upstream ends the server because of the hang
+        self.is_ending = False  # the server ends because of the incident
+        self.begun: set[str] = set()  # the requests that were in a step of a rank; empty once finished
+        self.finished = False  # it is complete; a later addition writes it again
+        self.conclusion: Conclusion | None = None  # its verdict and documents; None until it is finished
         self._discarded = self._is_stale = False
         self._collectors, self._note_error = collectors, note_error
-        self.moments: set[Moment] = set()  # those that it has come to
+        self.moments: set[Moment] = set()  # those reached so far
         self._awaited: list[Awaited] = []
         self._log = IncidentLog()
         root, own = tree.root, procfs.read_stat(os.getpid())
@@ -174,33 +174,33 @@ class IncidentRun:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is neither finished nor removed."""
+        """Whether it is neither finished nor discarded."""
         return not self.finished and not self._discarded
 
     @property
     def concerns_ranks(self) -> bool:
-        """Whether it is of what the server's ranks do: their GPUs, their collectives, and what they lost before."""
+        """Whether the state of the ranks is evidence: their GPUs, their collectives, and threads that died before."""
         return self.incident.kind not in ("peer_lost", "snapshot", "thread_died")
 
     # -- evidence
 
     @property
     def is_waiting(self) -> bool:
-        """Whether evidence is waited for."""
+        """Whether it waits for evidence."""
         return bool(self._awaited)
 
     @property
     def secs_left(self) -> float | None:
-        """How long that takes yet, in seconds; see `Awaited.secs_left`."""
+        """The longest `Awaited.secs_left` of the awaited evidence, in seconds; None without one."""
         return max((secs for one in self._awaited if (secs := one.secs_left) is not None), default=None)
 
     @property
     def captured(self) -> bool:
-        """Whether what the living processes did was captured."""
+        """Whether the activity of the living processes was captured."""
         return Moment.CAPTURE in self.moments
 
     def take(self, moment: Moment) -> None:
-        """Take what is taken at a moment, all but samples once; what fails costs nothing else."""
+        """Run the collectors of a moment, once except for `CAPTURE`; if one fails, the others still run."""
         if moment in self.moments and moment is not Moment.CAPTURE:
             return
         self.moments.add(moment)
@@ -215,7 +215,7 @@ class IncidentRun:
         self._awaited = [one for one in self._awaited if not one.is_done]
 
     def _deadline_of(self, moment: Moment, began: float) -> float:
-        """Return by when a kind of evidence has to be taken, at a moment that began then, by the monotonic clock."""
+        """Return the deadline for a collector of a moment that began at `began`, both by the monotonic clock."""
         settings, opened, now = self.settings, self.opened, time.monotonic()
         asked_end, end = opened + secs_before_memory(settings.budget_secs), opened + settings.budget_secs
         if moment is Moment.CAPTURE:
@@ -225,25 +225,25 @@ class IncidentRun:
         if moment is Moment.STOP:
             return min(began + _NATIVE_SECS, end - _WRITING_SECS)
         if moment is Moment.CORE:
-            # All that the server's end waits for began with the incident.
+            # The server's exit time counts from the start of the incident.
             return opened + (1 - _LAST_SHARE) * settings.exit_secs
-        # Each takes at most half of what is left, so that there is some for those that follow, however late it is.
+        # A collector gets at most half of the time left, so that those after it get a share, however late it is.
         return (max(began + min(end - min(began, asked_end), _MEMORY_SECS), now) + now) / 2
 
     def pids_of(self, kind: EvidenceKind) -> Set[int]:
-        """Return the processes of which evidence of a kind is to come."""
+        """Return the pids of the processes whose evidence of a kind is awaited."""
         return frozenset[int]().union(*(one.pids_of(kind) for one in self._awaited))
 
     def next_look(self) -> float:
-        """Return when `look` has something to do, by the monotonic clock."""
+        """Return when to call `look` next, by the monotonic clock."""
         return time.monotonic() + min((one.look_secs for one in self._awaited), default=float("inf"))
 
     def look(self) -> None:
-        """Take in what is whole by now."""
+        """Add the awaited evidence that is complete by now."""
         self._each_awaited(lambda one: one.look())
 
     def give_up(self, reason: str) -> None:
-        """Wait no longer for what is not whole yet, for a reason that is noted."""
+        """Stop waiting for incomplete evidence; note `reason` as why it is missing."""
         self._each_awaited(lambda one: one.give_up(reason))
 
     def _each_awaited(self, do: Callable[[Awaited], None]) -> None:
@@ -252,36 +252,36 @@ class IncidentRun:
             try:
                 do(one)
                 left += [] if one.is_done else [one]
-            except Exception as error:  # noqa: BLE001 - as above: it is given up
+            except Exception as error:  # noqa: BLE001 - noted, and given up
                 self._note_error(f"the answer to {type(one).__name__}", error)
         self._awaited = left
 
-    # -- what comes
+    # -- events
 
     def add_remark(self, sentence: str) -> None:
-        """Add a sentence to the verdict, also once the incident is finished."""
+        """Add a sentence to the verdict, even of a finished incident."""
         self.incident.remarks.append(sentence)
         if self.finished:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Log what came: whatever kills this process next, it is on disk. A finished one is stale then."""
+        """Log the new facts, which then survive the death of this process. This makes a finished incident stale."""
         if self._discarded:
             return
         try:
             self.folder.append(LOG, self._log.lines(self.incident))
             self._log.keep()
         except (OSError, ValueError) as error:
-            # A finished one may have been removed by now.
+            # The folder of a finished incident may have been removed by now.
             logger.warning("incident %s cannot be written for now: %s", self.folder.path, error)
         self._is_stale = self.finished
 
     def refresh(self) -> None:
-        """Judge and render a finished incident anew, where facts came since."""
+        """Judge and render a finished incident again, if facts were added since."""
         if not self._is_stale:
             return
         self._is_stale = False
-        # What was judged before stands where it cannot be judged now; the fact is in the log.
+        # If this fails, the earlier verdict stands; the new facts are in the log.
         if (made := self._conclude_in_child(again=True)) is not None:
             try:
                 self._save_conclusion(made)
@@ -289,13 +289,13 @@ class IncidentRun:
                 logger.warning("incident %s cannot be written for now: %s", self.folder.path, error)
 
     def _conclude_in_child(self, *, again: bool) -> Conclusion | None:
-        """Have the incident judged and rendered in a child; None where that fails."""
+        """Judge and render the incident in a child process; return None if that fails."""
         arguments = self.incident, self.folder, self.settings.full_per_fault, self.begun
         make = functools.partial(conclude, *arguments, again=again)
         return self._made_within(_CONCLUDE_SECS, Conclusion, make, _MAX_CONCLUSION)
 
     def _conclude_plainly(self) -> Conclusion:
-        """Return who failed first, without the judge."""
+        """Return a minimal conclusion, made in this process, that names the first failure."""
         verdict = self.incident.verdict = judge(self.incident, None)
         self.incident.cause = None
         words = redact_text(
@@ -307,7 +307,7 @@ class IncidentRun:
     def _made_within(
         self, secs: float, kind: type[_Made], make: Callable[[], _Made], most: int = MAX_ANSWER
     ) -> _Made | None:
-        """Return what a child makes within so many seconds; None where it fails, which the log then says."""
+        """Return the result of `make` in a child process within `secs` and `most` bytes; None, logged, if it fails."""
 
         def work() -> bytes:
             return json.dumps(msgspec.to_builtins(make()), default=str).encode()
@@ -320,7 +320,7 @@ class IncidentRun:
             return None
 
     def _save_conclusion(self, made: Conclusion) -> None:
-        """Write a conclusion, and hold what is asked for later.
+        """Write a conclusion, and keep the parts that are needed later.
 
         Raises:
             OSError: the disk is full or the folder is gone.
@@ -328,17 +328,17 @@ class IncidentRun:
         whole = Incident.of(made.document)
         for report in whole.processes:
             if (before := self.incident.process(report.pid)) is not None:
-                # What a later judgement needs, and the document does not have.
+                # A later judgement needs these, and the document lacks them.
                 report.samples, report.raised_through = before.samples, before.raised_through
                 report.hit_in_main = before.hit_in_main
         self.incident = whole
         self.folder.save(made.document, made.summary, is_redacted=made.is_redacted, sync=not self.finished)
-        # Up to a megabyte, and written now.
+        # These take up to a megabyte, and are on disk.
         made.document, made.summary = {}, ""
         self.conclusion = made
 
     def discard(self) -> None:
-        """Remove what was written: the event was no incident after all."""
+        """Remove the folder: the event was no incident after all."""
         self._discarded = True
         try:
             self.folder.discard()
@@ -356,7 +356,7 @@ class IncidentRun:
         return report
 
     def drop_snapshots(self, process: TrackedProcess, kept: int) -> None:
-        """Let those of a process go that were taken after it had gone on; `kept` are of the hang."""
+        """Drop the snapshots taken after a process went on; the first `kept` show the hang."""
         report = self.report(process)
         if len(report.samples) <= kept:
             return
@@ -369,16 +369,16 @@ class IncidentRun:
             report.doing = []
 
     def permit(self, captures: Capture) -> None:
-        """Let the living processes be looked at by these means, too."""
+        """Allow captures of the living processes up to this level."""
         self.captures = max(self.captures, captures, key=list(Capture).index)
 
     def ask(self) -> None:
-        """Judge in a forked process what is known by now, such as whether ranks are at work, and keep the verdict."""
+        """Judge the facts so far in a forked process, for example whether ranks are at work; store the verdict."""
         told = self._made_within(_ASK_SECS, Verdict, lambda: judge(self.incident, self.folder.path))
         self.incident.verdict = told or judge(self.incident, None)
 
     def add_exit(self, process: TrackedProcess) -> None:
-        """Take in the exit of a process of the server; once the incident is finished it is noted only."""
+        """Add the exit of a process of the server; in a finished incident, only note it."""
         seconds, status = process.exited_at or clock.now(), process.handle.exit_status()
         how = {"code": status.code, "signal": status.signal}
         known = self.incident.process(process.pid)
@@ -393,12 +393,12 @@ class IncidentRun:
         is_first = not self.incident.failures
         if process.matters or process.role == "starting":
             self.count_exit(process)
-        # A capture takes a moment, in which this process may be killed, too.
+        # The handler may be killed during the capture, so log the first failure before it.
         if self.captured or (is_first and self.incident.failures):
             self.checkpoint()
 
     def count_exit(self, process: TrackedProcess) -> None:
-        """Take an exit for a failure, of a process that turned out to be more than a helper."""
+        """Count the exit of a process that is more than a helper as a failure."""
         status = process.handle.exit_status()
         self._add_failure(
             FailureEvent(
@@ -413,24 +413,24 @@ class IncidentRun:
         )
 
     def _add_failure(self, event: FailureEvent) -> None:
-        # Each checkpoint logs all of them; a process that has failed so often has no other to tell of.
+        # Each checkpoint logs all failures; further ones of the same process add nothing.
         if sum(one.pid == event.pid for one in self.incident.failures) < _MAX_FAILURES:
             self.incident.failures.append(event)
 
     def add_exception(
         self, process: TrackedProcess, seconds: float, message: str, record: Path | None, *, caught: bool
     ) -> None:
-        """Take in an exception, in one line, and the record that the process wrote; once finished, it is noted only.
+        """Add an exception, as one line, and the record that the process wrote; a finished incident only notes it.
 
-        One that SGLang `caught` ends nothing.
+        An exception that SGLang `caught` ends nothing.
         """
         report = self.report(process)
-        # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
+        # A file name that is not UTF-8 gives lone surrogates, which can't be written to a file.
         message = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
         told = {"caught": True} if caught else {}
         self.incident.note(seconds, "exception", pid=process.pid, title=process.title, message=message, **told)
         if self.finished:
-            # The record would stay where it is, and be taken for a crash of its own.
+            # A record left in place would be mistaken for a separate crash.
             if record is not None:
                 process_evidence.adopt_record(record, report, self.folder)
             self.checkpoint()
@@ -447,7 +447,7 @@ class IncidentRun:
     def add_dead_thread(
         self, process: TrackedProcess, seconds: float, thread: str, message: str, record: Path | None
     ) -> list[str]:
-        """Take in that a process goes on without a thread that raised, and its record; return the thread's frames."""
+        """Add a thread that died by an exception, and the process's record of it; return the thread's frames."""
         report, frames = self.report(process), list[str]()
         if record is not None:
             frames = process_evidence.adopt_record(record, report, self.folder, "thread_exception")
@@ -457,7 +457,7 @@ class IncidentRun:
     def recall_dead_thread(
         self, process: TrackedProcess, seconds: float, thread: str, message: str, frames: Sequence[str]
     ) -> None:
-        """Take in that a process has gone on without a thread, whose record an earlier incident may have."""
+        """Add the death of a thread, whose record may be in an earlier incident."""
         message, thread = (text[:_MAX_MESSAGE].encode(errors="backslashreplace").decode() for text in (message, thread))
         its = {"thread": thread, "message": message, "frames": frames[:_MAX_THREAD_FRAMES]}
         self.incident.note(seconds, "thread_died", pid=process.pid, title=process.title, **its)
@@ -467,7 +467,7 @@ class IncidentRun:
         self.checkpoint()
 
     def add_hang(self, process: TrackedProcess, seconds: float, fields: dict[str, Any]) -> None:
-        """Take in that a process's watchdog, which says ``name``, ``silent_secs`` and ``soft``, saw no progress."""
+        """Add a watchdog timeout of a process; `fields` may have ``name``, ``silent_secs`` and ``soft``."""
         said = {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
         self.is_fatal_hang = self.is_fatal_hang or said["soft"] is not True
         how_long = f" for {said['silent_secs']:g} s" if said["silent_secs"] is not None else ""
@@ -476,7 +476,7 @@ class IncidentRun:
         self.incident.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **said)
 
     def add_peer(self, seconds: float, peer: LostPeer) -> bool:
-        """Take in that SGLang gave up another server of the pair, also once it is finished; say whether that is new."""
+        """Add another server of the pair that SGLang gave up, even if finished; return whether it is new."""
         peers = self.incident.peers
         for known in peers:
             if (known.role, known.address) == (peer.role, peer.address):
@@ -492,7 +492,7 @@ class IncidentRun:
         return True
 
     def add_requests(self, fields: dict[str, Any]) -> None:
-        """Take in what a process says of the requests that it saved; one without any says how many ``workers`` have."""
+        """Add a process's report of the requests that it saved; ``workers``: it has none, its workers do."""
         before = self.incident.requests
         if "workers" not in fields:
             self.set_requests(fields, before)
@@ -500,7 +500,7 @@ class IncidentRun:
             self.set_requests({"reason": f"none of {fields['workers']} tokenizer workers said that it saved any"})
 
     def set_requests(self, fields: dict[str, Any], before: Requests | None = None) -> None:
-        """Take in what the server says of the requests that it saved, beside what others have saved `before`."""
+        """Set the report of the saved requests, added to the `before` of other processes."""
         told = requests_of(fields)
         self.incident.requests = told if before is None else add(before, told)
         event = "requests_saved" if told.path else "requests_not_saved"
@@ -508,7 +508,7 @@ class IncidentRun:
         self.checkpoint()
 
     def add_silence(self, process: TrackedProcess, sign: Heartbeat | None, secs: float, how: str = "") -> None:
-        """Take in that a scheduler gave no sign for so many seconds after `sign`, or how another one stood still."""
+        """Add a scheduler's silence of `secs` since its heartbeat `sign`; or, without, `how` a process stood still."""
         now = clock.now()
         details: dict[str, Any] = {"silent_secs": round(secs, 3)}
         message = f"{how} for {secs:.1f} s"
@@ -522,14 +522,14 @@ class IncidentRun:
         if self.finished:
             self.checkpoint()
         else:
-            # Named even where nothing could be collected of it.
+            # Report the process even if it gave no evidence.
             self.report(process)
             self._add_failure(FailureEvent(process.pid, now - secs, "hang", message))
 
     def set_last_sign(self, process: TrackedProcess, sign: Heartbeat, secs: float) -> LastSign:
-        """Take in what the heartbeat of a scheduler said last, so many seconds before it died or was looked at."""
+        """Set the last heartbeat of a scheduler, `secs` before it died or, if alive, before now."""
         before = round(max(0.0, secs), 3)
-        # At its end, or now; the heartbeat is of the monotonic clock.
+        # The time of its exit, or now, by the monotonic clock, as in the heartbeat.
         ended = time.monotonic() - (clock.now() - process.exited_at if process.exited_at is not None else 0.0)
         secs = ended - sign.collecting_since if sign.collecting_since else 0.0
         collecting = round(secs, 3) if secs > LONG_SECS else 0.0
@@ -538,7 +538,7 @@ class IncidentRun:
         return last
 
     def finish(self) -> Path:
-        """Judge, write, and give the folder its final name, which is returned.
+        """Judge and write the incident, and rename the folder to its final path, which is returned.
 
         Raises:
             OSError: the disk is full or the folder is gone.
@@ -550,7 +550,7 @@ class IncidentRun:
         failures = self.incident.failures if self.incident.kind in _KINDS_OF_CRASHES else []
         first = order_failures(failures)[0] if failures else None
         if first is not None and first.kind != "hang" and not first.is_answer:
-            # A consequence may have been told before the first failure.
+            # A consequence may have been reported before the first failure.
             kind = first.kind if first.kind == "exception" else "killed" if first.fatal_signal else "exited"
             if kind != self.incident.kind:
                 self.incident.kind = kind

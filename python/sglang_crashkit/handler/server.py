@@ -1,6 +1,6 @@
-"""The crash handler's loop: messages and exits come in, one incident comes out.
+"""The crash handler's loop: it turns messages and exits into an incident.
 
-Each of them is taken in under one guard: what goes wrong is logged and noted, and the rest goes on.
+Each message and exit is guarded by itself: an error is logged and noted, and the loop goes on.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Processes that the server leaves behind end by themselves within this time, in seconds.
+#: How long to wait for processes that the server leaves behind to end by themselves, in seconds.
 _LINGER_SECS = 3.0
 _SCAN_STARTING_SECS = 0.2
-#: The kernel reports deaths; only new processes, which an incident looks for itself, are found by looking.
+#: The kernel reports exits; only new processes need a scan, and a capture does its own.
 _SCAN_SETTLED_SECS = 4.0
-#: What failed as its time came is tried again after this time, in seconds.
+#: After a part's due step failed, it is tried again after this time, in seconds.
 _RETRY_SECS = 1.0
-#: More than one machine's server ever starts.
+#: More processes than a server starts on one machine.
 _MAX_MEMBERS = 4096
-#: What a process may be by its own word.
+#: The roles that a process may claim for itself in a ``member`` message.
 _UNTITLED = frozenset({"scheduler", "encoder"})
-#: Messages that `triage` judges, beside those that anybody may send or the main process alone.
+#: Messages that `triage` judges; `CrashHandler.take` handles the others by name.
 _JUDGED = frozenset(
     {"exception", "thread_died", "crash_dump_begun", "crash_dump_ended", "launch_failed", "startup_timeout"}
     | {"child_failed", "await_incident", "watchdog_timeout", "stacks_wanted", "draining"}
@@ -71,7 +71,7 @@ class CrashHandler:
         self._marker = ServerMarker(place.spool, log.say)
         received.pauses.say = log.say
         hangs = HangDetector(self.tree, session, settings, log.say)
-        #: Each does what is due of it, and returns when something is due next, by the monotonic clock.
+        #: Each has `act_on_time`, which runs its due steps and returns when the next is due, by the monotonic clock.
         self._parts = (
             hangs,
             session,
@@ -81,7 +81,7 @@ class CrashHandler:
             received.pauses,
             session.commands,
         )
-        #: Pids of senders that a look did not find among the server's processes.
+        #: Pids of senders that the last scan did not find among the server's processes.
         self._foreign: set[int] = set()
         self._has_ignored = False
         self._due = self._retry_at = 0.0
@@ -90,7 +90,7 @@ class CrashHandler:
             self._selector.register(source, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Work until the server is gone and its incident is whole; then leave nothing but evidence behind."""
+        """Run until the server is gone and its incident is complete; then remove everything but the evidence."""
         logger.info("watching server %d, incidents go to %s", self.tree.root.pid, self._place.host_folder)
         next_scan = 0.0
         self._marker.create()
@@ -105,12 +105,12 @@ class CrashHandler:
                     forked.reap()
                     next_scan = time.monotonic() + (_SCAN_SETTLED_SECS if self.tree.settled else _SCAN_STARTING_SECS)
                 self._selector.select(max(0.0, min(next_scan, self._due, over_at) - time.monotonic()))
-                # Before the exits: an announcement was sent before the processes that it speaks of were ended.
+                # Before the exits: a teardown is announced before its processes are killed.
                 ended = self.tree.ended()
                 self.take_messages()
                 for process in ended:
                     self.session.take_exit(process)
-                # What a process said before it ended is there by now, and counts before its end does.
+                # Messages that a process sent before it exited have arrived by now.
                 self.take_messages()
                 self._act_on_time()
         finally:
@@ -119,17 +119,17 @@ class CrashHandler:
             self._driver.xids.close()
             self._place.remove_marker()
             if self.session.triage.shutdown.gone_at is not None:
-                # While the server lives, its ranks may still make pipes in there, without which PyTorch ends them.
+                # While the server lives, its ranks may still create pipes there; without these, PyTorch ends them.
                 self._place.clean_up([server_key(each.pid, each.handle.start_ticks) for each in self.tree])
             self._guard("the last metrics", self._metrics.close)
             for lock in self._locks:
                 lock.release()
             logger.info("server %d is gone, so is its crash handler %d", self.tree.root.pid, os.getpid())
 
-    # -- what happens
+    # -- events
 
     def look(self) -> None:
-        """Find new processes, and forget of what died unknown long ago."""
+        """Scan for new processes, and forget unexplained deaths of long ago."""
         if self.session.run is None:
             self.tree.recent_unexplained()
             if all(process.exited_at is None for process in self.tree):
@@ -138,7 +138,7 @@ class CrashHandler:
         self.session.log.say_rest()
 
     def take(self, message: Message, sender: TrackedProcess | None) -> None:
-        """Take in a message. Where its sender is None, no process of this server, only a teardown is accepted."""
+        """Handle a message; `sender` is None for a process outside this server, which may only report a teardown."""
         event, fields = message.event, message.fields
         if sender is not None and "gpu" in fields:
             sender.gpu = fields["gpu"]
@@ -150,7 +150,7 @@ class CrashHandler:
             seen = Seen("teardown", message.pid, tree_of=pid, members=members)
             self.session.take(seen, Subject(sender or self.tree.root, _time_of(message), message))
         elif sender is None:
-            # Said once: their sender may never end.
+            # Logged once: the sender may never stop.
             if not self._has_ignored:
                 logger.warning("message %.100r of process %d, not the server's, is ignored", event, message.pid)
             self._has_ignored = True
@@ -162,7 +162,7 @@ class CrashHandler:
         elif event == "peer_lost":
             self.session.take_lost_peer(fields, sender)
         elif event == "member":
-            # The kernel says who it is, and its parents that it is this server's: the socket may be inherited.
+            # The kernel names the sender. Check its parents, because another server may have inherited the socket.
             if sender.is_own or self.tree.started_by_own(sender):
                 self._register(sender.pid, 0)
         elif event == "members" and (sender.is_root or sender.is_own):
@@ -178,7 +178,7 @@ class CrashHandler:
     # -- messages
 
     def take_messages(self) -> None:
-        """Take in what has come, each message guarded by itself."""
+        """Handle all received messages, each guarded by itself."""
         with contextlib.ExitStack() as descriptors:
             messages = self.mailbox.receive(descriptors=True)
             for message in messages:
@@ -189,12 +189,12 @@ class CrashHandler:
 
     def _take_message(self, message: Message) -> None:
         if message.event == "member" and titles.role_of(title := message.fields.get("title", "")) in _UNTITLED:
-            # Of one that Ray's daemon started only itself can say that it is this server's.
+            # If Ray's daemon started the process, only the process itself can report that it belongs to this server.
             self.tree.adopt(message.pid, title)
         elif message.pid not in self.tree and message.pid not in self._foreign:
             self.look()
             if message.pid not in self.tree:
-                # Looking costs more than sending, and its sender may never end.
+                # A scan costs more than a message, and the sender may never stop: don't scan for it again.
                 self._foreign.add(message.pid)
         self.take(message, self.tree.get(message.pid))
 
@@ -207,7 +207,7 @@ class CrashHandler:
         if event == "draining":
             self._marker.ask_to_end(_time_of(message))
         if event in ("launch_failed", "startup_timeout"):
-            # Before what the message says of them: its ranks may have hardly begun to run.
+            # Find the ranks that the message names before it is judged: they may have just started.
             self.tree.refresh()
         opens = triage.stage is None or triage.stage.observed
         may_be_silent = event == "crash_dump_begun" and opens and triage.shutdown.draining
@@ -237,23 +237,23 @@ class CrashHandler:
         if pid not in self.tree:
             return set()
         if pid == self.tree.root.pid:
-            # It may be dead and reaped by now, so that nothing is below it any more.
+            # The main process may be dead and reaped, and have no children any more.
             return {pid, *(process.pid for process in self.tree)}
         return {pid} | procfs.TreeScanner(pid).scan()
 
     # -- the loop
 
     def _guard(self, what: str, take: Callable[[], None]) -> bool:
-        """Take something in, and say whether that went well: what does not must not cost the evidence of what comes."""
+        """Call `take` and return whether it succeeded; an error must not cost the evidence of later events."""
         try:
             take()
-        except Exception as error:  # noqa: BLE001 - told in the log and the incident
+        except Exception as error:  # noqa: BLE001 - noted in the log and the incident
             self.session.note_error(what, error, "could not be taken in")
             return False
         return True
 
     def _act_on_time(self) -> None:
-        """Have all parts do what is due, whichever fails, and take in when something is due next."""
+        """Run the due steps of all parts, even if one fails, and set when the next is due."""
         now = time.monotonic()
         if now < self._retry_at:
             return
@@ -266,7 +266,7 @@ class CrashHandler:
         self._due = max(min(dues, default=0.0), self._retry_at)
 
     def _over_at(self) -> float:
-        """Return when there is nothing more to do: when the server is gone, with its processes or a while later."""
+        """Return when to stop: when the server and its processes are gone, or `_LINGER_SECS` after its main one."""
         triage = self.session.triage
         if triage.shutdown.gone_at is None or triage.is_open:
             return float("inf")
@@ -274,7 +274,7 @@ class CrashHandler:
 
 
 def _time_of(message: Message) -> float:
-    """Return when it was sent, by `kernel.clock`."""
+    """Return when a message was sent, by `kernel.clock`."""
     sent, now = message.fields.get("at"), time.monotonic()
-    # In another time namespace the clock is another one.
+    # The sender may be in another time namespace, with another monotonic clock.
     return clock.at(sent) if isinstance(sent, (int, float)) and now - 3600 < sent <= now else clock.now()

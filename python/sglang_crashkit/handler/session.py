@@ -1,4 +1,4 @@
-"""The current incident: what `triage` decides is carried out on it, and those who wait for it are answered."""
+"""The current incident: carry out the decisions of `triage`, and answer the processes that wait for it."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: A scheduler whose server's health check failed is silent when it gave no sign for so long, in seconds: an idle one
-#: gives one every second.
+#: On SIGTERM, a scheduler is silent if its heartbeat stood still this long, in seconds, while the server is unhealthy
+#: or saves its requests: an idle scheduler beats every second.
 SILENT_SECS = 2.0
-#: An incident that could not be finished so many times is left as its last checkpoint has it.
+#: After this many failed attempts to finish an incident, its last checkpoint stands.
 _MAX_FINISHES = 3
-#: So many threads that ended are remembered.
+#: The number of dead threads remembered.
 _MAX_THREADS = 8
-#: An incident of lost peers is whole after this time, in seconds: every rank of a server reports the same one.
+#: An incident of lost peers is complete after this time, in seconds: every rank of a server reports the same peer.
 _LOSS_SECS = 2.0
-#: A loss that comes so soon after the last one, in seconds, belongs to its incident, as where servers are restarted one
-#: after the other.
+#: A peer lost within this time after the last loss, in seconds, belongs to the same incident: for example, servers
+#: may be restarted one by one.
 _SAME_LOSS_SECS = 600.0
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The process that actions are about, the time in seconds since the epoch, and the message, where one came."""
+    """The process that actions are about, the time in seconds since the epoch, and the message if there is one."""
 
     process: TrackedProcess
     seconds: float
@@ -56,7 +56,7 @@ class Subject:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What was said; empty where nothing was."""
+        """The fields of the message; empty without one."""
         return self.message.fields if self.message is not None else {}
 
 
@@ -73,8 +73,8 @@ class Session:
         collectors: Sequence[Collector],
     ) -> None:
         self.triage = Triage(tree.root.pid, secs_before_memory(settings.budget_secs))
-        self.run: IncidentRun | None = None  # what the incident gathered; None where nothing happened yet
-        #: The incident of a hang that is not over; an incident that is opened meanwhile refers to it.
+        self.run: IncidentRun | None = None  # the current incident's data; None without one
+        #: The incident of a hang that is not over; an incident opened meanwhile refers to it.
         self.hang: IncidentRun | None = None
         self.log = ServerLog(tree.root, place.runtime)
         self.received = received
@@ -86,7 +86,7 @@ class Session:
         self._place = place
         self._settings = settings
         self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
-        #: Whose, when, their names, exceptions and frames: what fails later may have waited for them.
+        #: Process, time, thread name, exception and frames of each: a later failure may be due to a dead thread.
         self._dead_threads: deque[tuple[TrackedProcess, float, str, str, Sequence[str]]] = deque(maxlen=_MAX_THREADS)
         self._exiting: list[Message] = []
         self._raised: list[Message] = []
@@ -96,38 +96,38 @@ class Session:
         self._losses: IncidentRun | None = None
         self._lost_at = 0.0
 
-    # -- what happens, and what is decided
+    # -- events and decisions
 
     def take(self, seen: Seen, subject: Subject | None = None) -> None:
-        """Have `triage` judge what happened, by default to the main process and now; carry out what it decides."""
+        """Have `triage` judge an event, by default of the main process and now; carry out the actions."""
         subject = subject or Subject(self._tree.root, clock.now())
         for action in self.triage.take(seen, time.monotonic()):
             try:
                 self._carry_out(action, subject)
-            except Exception as error:  # noqa: BLE001 - told in the log and the incident
-                # One that fails must not cost what the others are for.
+            except Exception as error:  # noqa: BLE001 - noted in the log and the incident
+                # A failed action must not prevent the others.
                 self.note_error(action.do, error)
 
     def collect_exits(self) -> None:
-        """Take in the exits that the kernel has not reported yet."""
+        """Handle the exits that the kernel has not reported yet."""
         for process in self._tree.alive():
             if process.handle.has_exited():
                 self.take_exit(process)
 
     def take_exit(self, process: TrackedProcess, *, again: bool = False) -> None:
-        """Take in an exit once, after those that it follows from, or `again`, as it was taken for a helper's."""
+        """Handle an exit once, after the earlier exits that caused it; `again`: it was mistaken for a helper's."""
         expected = self.triage.shutdown.expected
         try:
             for earlier in ended_before(self._tree, process) if process.exited_at is None else ():
                 self.take_exit(earlier)
             if process.exited_at is not None and not again:
-                # The incident that one of those opened may have taken it in.
+                # An incident opened for an earlier exit may have added this one.
                 return
             if process.matters and process.pid not in expected:
                 learn_exit_status(process, self._place.runtime)
             status = process.handle.exit_status()
             if process.is_own and status.signal in FATAL_SIGNALS - {"SIGKILL"}:
-                # The main process copies what a dying worker wrote to its standard error, as upstream has it there.
+                # The main process copies a dying worker's fault dump to its own standard error, where upstream has it.
                 self.log.notify(FAULT)
             seen = Seen(
                 "exited",
@@ -163,7 +163,7 @@ class Session:
             "drop_record": lambda: self._place.drop_record(record),
             "close_journals": self.received.forget_requests,
         }
-        # What is to be answered, or added to an incident, is nothing without a message, or an incident.
+        # Answers need a message, and additions need an incident; without it the action does nothing.
         if message is not None:
             steps |= {
                 "answer": lambda: self._answer(message),
@@ -202,16 +202,16 @@ class Session:
     # -- the incident
 
     def open_observed(self, seen: Seen, process: TrackedProcess) -> IncidentRun | None:
-        """Begin an incident, None where there is one already; the process that begins it captures and finishes it."""
+        """Open an incident, which the caller captures and finishes; return None if there already is one."""
         self.collect_exits()
         before = self.triage.stage
         self.take(seen, Subject(process, clock.now()))
         return self.run if self.triage.stage is not before else None
 
     def capture(self) -> None:
-        """Capture, once an incident, what the living processes are doing, of those that are there now."""
+        """Capture, once per incident, the activity of the processes that are alive now."""
         self._tree.refresh()
-        # An exit that was not reported yet would be captured in vain; with it this may be no incident, or another one.
+        # A dead process can't be captured; and a pending exit may discard this incident, or open another one.
         self.collect_exits()
         run = self.run
         if run is None or run.captured:
@@ -219,19 +219,19 @@ class Session:
         run.take(Moment.CAPTURE)
         if self.triage.stage is not None and not self.triage.stage.may_be_shutdown:
             run.take(Moment.ASK)
-        # Whatever came of it: what is done to the server follows from the failure, and not from the stacks.
+        # Even if the capture failed: the next actions depend on the failure, not on the stacks.
         self.triage.done("capture", time.monotonic())
 
     @property
     def writing_cores(self) -> Set[int]:
-        """The processes that write a GPU core now, and are neither signalled nor stopped meanwhile."""
+        """The pids of processes that are writing a GPU core, which must not be signalled or stopped."""
         return self.run.pids_of("cuda_core") if self.run is not None else frozenset()
 
     def finish(self) -> None:
-        """Take what is taken last, write the incident, and answer those that wait for it; once all has come."""
+        """Take the last evidence; once it is complete, write the incident and answer the processes that wait."""
         run = self.run
         if run is None:
-            # It could not be opened.
+            # The incident could not be opened.
             self.triage.stage = None
         elif not run.finished:
             try:
@@ -241,21 +241,21 @@ class Session:
                 self._failed_finishes += 1
                 self.note_error("finish", error)
                 if self._failed_finishes < _MAX_FINISHES:
-                    # The next turn tries again: an error may give descriptors back.
+                    # The next turn tries again: by then, descriptors may be free.
                     return
-                # It stays as its last checkpoint has it, for `unfinished`.
+                # The last checkpoint stands; `unfinished` completes it.
                 run.finished = True
                 self.triage.done("finish", time.monotonic())
         self._answers.give(self._answer)
 
     def _gather_the_rest(self, run: IncidentRun) -> bool:
-        """Take what is taken last, and write the incident; say whether it is written."""
+        """Take the last evidence; once it is complete, write the incident; return whether it is written."""
         if self.triage.stage is not None:
             self.triage.stage.finishing = True
         for moment in (Moment.ASK, Moment.STOP, Moment.CORE):
             self.collect_exits()
             if not run.is_open:
-                # One of the exits was an incident of its own.
+                # One of the exits opened an incident of its own.
                 return False
             run.is_ending = not self._is_observed
             run.take(moment)
@@ -270,9 +270,9 @@ class Session:
         return True
 
     def note_error(self, what: str, error: Exception, how: str = "failed") -> None:
-        """Log an error of the handler's own, and note it in the current incident."""
+        """Log an error of the handler itself, and note it in the current incident."""
         if self.shortages.note(error):
-            # It comes with every look, and where it came from does not matter.
+            # A shortage recurs at every look; log it once for each action, without a traceback.
             if what in self._lacking:
                 return
             self._lacking.add(what)
@@ -284,13 +284,13 @@ class Session:
             self.run.incident.note(clock.now(), "handler_error", what=what, message=words[:200])
 
     def finish_observed(self) -> None:
-        """Write the incident of a server that goes on."""
+        """Finish the incident of a server that goes on."""
         if self.run is not None:
             self.run.set_requests({"reason": "the server went on"})
             self.finish()
 
     def is_withdrawable(self, run: IncidentRun) -> bool:
-        """Say whether an incident is to be removed where the server goes on."""
+        """Return whether an incident is current and to be removed if the server goes on."""
         return self.run is run and self.triage.stage is not None and self.triage.stage.withdrawable
 
     def withdraw(self, run: IncidentRun) -> None:
@@ -302,7 +302,7 @@ class Session:
             run.discard()
 
     def close(self, removed: Sequence[str], left: Sequence[OrphanedSegment]) -> None:
-        """Add the server's own end, and what it left in shared memory, to an incident that is finished."""
+        """Add the server's exit, and its leftover shared memory, to a finished incident; then stop gathering."""
         run, root = self.run, self._tree.root
         if run is not None and run.finished:
             status = root.handle.exit_status()
@@ -319,12 +319,12 @@ class Session:
         self.commands.act_on_time()
 
     def on_exiting(self, message: Message) -> None:
-        """Take in that the main process is about to end in good order.
+        """Prepare for the main process's orderly exit, which it announces.
 
-        Where a container ends with it, the kernel kills this process at that moment, too. So what is left goes before.
+        If its container ends with it, the kernel kills this handler as well. So the handler cleans up before.
         """
         if self.triage.is_open and is_host_namespace():
-            # This process outlives it, and takes the time that the incident needs.
+            # The handler outlives the main process here, and can take the time that the incident needs.
             self._mailbox.acknowledge(message, ack="at work")
             return
         if self.triage.is_open:
@@ -334,7 +334,7 @@ class Session:
             self._answers.ask_to_wait(message, self._secs_left or 0.0)
 
     def take_lost_peer(self, fields: dict[str, Any], sender: TrackedProcess) -> None:
-        """Make an incident of what a rank reports of the other server of a pair, or add it to the one that is there."""
+        """Add a rank's report of a lost server of the pair to the current incident, or open one for it."""
         peer, shutdown, now = LostPeer.from_fields(fields, sender.pid), self.triage.shutdown, time.monotonic()
         if peer is None:
             return
@@ -347,9 +347,9 @@ class Session:
             its = Seen("observed", sender.pid, sender.role, kind=what, trigger=what, event=event, secs=_LOSS_SECS)
             if (opened := self.open_observed(its, sender)) is not None:
                 self._losses = opened
-                # Who is there and in which state, without stacks: what happened, happened elsewhere.
+                # Capture the processes and their states without stacks: the failure is in another server.
                 self.capture()
-            # The exits that are looked for as one is opened may be an incident of their own, which is current then.
+            # Opening an incident collects pending exits, and one of those may have opened its own.
             run = opened or self._run_of_loss(now)
         if run is not None and run.add_peer(time.time(), peer):
             self._lost_at = now
@@ -357,7 +357,7 @@ class Session:
             self.log.say(text)
 
     def _run_of_loss(self, now: float) -> IncidentRun | None:
-        """Return the incident that a loss of now belongs to."""
+        """Return the incident that a loss at the time `now` belongs to, if there is one."""
         if self.run is not None and not self.run.finished:
             return self.run
         return self._losses if now < self._lost_at + _SAME_LOSS_SECS else None
@@ -365,7 +365,7 @@ class Session:
     # -- time
 
     def act_on_time(self) -> float:
-        """Do what is due by now, and return when something is due next, by the monotonic clock."""
+        """Run the due steps, and return when the next is due, by the monotonic clock."""
         if self.run is not None and self.triage.is_open:
             self.run.look()
             self._answers.ask_all_to_wait(self._secs_left)
@@ -379,7 +379,7 @@ class Session:
             self.run.refresh()
         while self._exiting and not self.triage.is_open:
             with self._mailbox.line_to(self._exiting.pop()) as answer:
-                # From here on no other process of the server reaches this one; they are about to be killed.
+                # From here on no other process of the server can send messages; they are about to be killed.
                 self._place.remove_own()
                 answer(ack="clean")
                 logger.info("the server ends in good order")
@@ -387,16 +387,16 @@ class Session:
         return min(due, self.run.next_look()) if self.run is not None and self.triage.is_open else due
 
     def _release_raised(self) -> None:
-        """Answer those that raised and wait for the capture of the others, once they have told of gloo."""
+        """Answer the processes that raised and wait for the capture, once they have reported their gloo state."""
         incident = self.run and self.run.incident.id
         awaited = self.run.pids_of("gloo_flight_recorder") if self.run is not None else ()
         for message in [one for one in self._raised if one.pid not in awaited]:
             self._raised.remove(message)
-            # Without a descriptor for the answer to one, the others are still told.
+            # If there is no descriptor for one answer, still send the others.
             with contextlib.suppress(OSError):
                 self._mailbox.acknowledge(message, ack="stacks_captured", incident=incident)
 
-    # -- carried out
+    # -- actions
 
     @property
     def _secs_left(self) -> float | None:
@@ -411,7 +411,7 @@ class Session:
         return any(process.matters for process in self._tree.alive())
 
     def _open(self, kind: str, trigger: str, subject: Subject) -> None:
-        """Begin an incident. It is gathered, too, where it cannot be written anywhere."""
+        """Open an incident, and gather it even if no folder can be written."""
         self.shortages.look()
         folder = self._place.make_folder(kind, subject.seconds, self._settings.disk, self._tree.root.pid)
         its = Trigger(trigger, iso_time(subject.seconds), subject.process.pid, subject.process.title)
@@ -429,7 +429,7 @@ class Session:
             run.add_remark(f"The server made no progress before: incident {self.hang.incident.id}.")
 
     def _sample_again(self) -> None:
-        # While a core is written no process is to be signalled, as a sample may.
+        # A sample may signal a process, which must not happen while a core is written.
         if self.run is not None and self.run.is_open and Moment.CORE not in self.run.moments:
             self.run.take(Moment.CAPTURE)
 
@@ -458,7 +458,7 @@ class Session:
         run.incident.note(subject.seconds, event, pid=message.pid, **said)
 
     def _send_sigquit(self) -> None:
-        """Tell the server of a death that it may not have noticed, as its own children would."""
+        """Send SIGQUIT to the server, as its own children do, for a failure that it may not have noticed."""
         root, run = self._tree.root, self.run
         if root.exited_at is not None or run is None:
             return
@@ -476,7 +476,7 @@ class Session:
         self._release_raised()
 
     def _answer_stacks(self, message: Message) -> None:
-        # Those of an incident that is over are not what the sender wants to know.
+        # Stacks of a finished incident don't answer the sender's question.
         known = self.run.incident if self.run is not None and not self.run.finished else None
         captured = sum(
             any(piece.kind == "stack" and piece.status == "captured" for piece in report.evidence)
@@ -485,12 +485,12 @@ class Session:
         self._mailbox.acknowledge(message, captured=captured, incident=known and known.id)
 
     def _answer(self, message: Message) -> None:
-        """Acknowledge a message with the current incident, if there is one that is finished."""
+        """Acknowledge a message, with the current incident if it is finished."""
         run = self.run
         if run is None or not run.finished:
             self._mailbox.acknowledge(message, ack="finished", path=None)
             return
-        # That of a server which goes on says nothing of its end.
+        # The incident of a server that goes on determines no exit status.
         made = run.conclusion
         status = made.status if made is not None and not self._is_observed else None
         path = None if run.folder.problem else str(run.folder.path)
