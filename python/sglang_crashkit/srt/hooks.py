@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-#: What has an ``fd`` and `close`.
+#: A class with an attribute ``fd`` and a method ``close``.
 Memory = TypeVar("Memory", bound=Any)
-#: One of SGLang's, of whose types the kit knows nothing.
+#: A function of SGLang's, whose types the kit does not know.
 Function: TypeAlias = Callable[..., Any]
 
-#: The longest that a process waits for the crash handler to capture the stacks of the others, in seconds.
+#: The longest that a process waits for the crash handler to capture the other processes' stacks, in seconds.
 CAPTURE_WAIT_SECS = 2.0
 _STDERR = 2
 _SAY_SECS = 1.0
@@ -38,7 +38,7 @@ _MAX_LINE_BYTES = 4000
 
 
 def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]:
-    """Log whatever a hook raises and return None instead: the server comes first."""
+    """Log the exception that a hook raises and return None instead: the server must go on."""
 
     @functools.wraps(hook)
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result | None:
@@ -52,7 +52,7 @@ def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Res
 
 
 def note_failure(hook: Function) -> None:
-    """Log the exception being handled, which `hook` raised; a filter or a handler of the log may raise as well."""
+    """Log the exception being handled, which `hook` raised. An error of a log filter or log handler is suppressed."""
     with contextlib.suppress(Exception):
         logger.warning("crash kit: %s failed", hook.__qualname__, exc_info=True)
 
@@ -61,7 +61,7 @@ _gone: set[str] = set()
 
 
 def note_gone(error: AttributeError, instead: Result) -> Result:
-    """Return what stands for an attribute that SGLang's scheduler does not have in this release, and say so once."""
+    """Return `instead` for an attribute that this release's scheduler does not have, and log each such name once."""
     name = error.name or str(error)
     if name not in _gone:
         _gone.add(name)
@@ -70,7 +70,7 @@ def note_gone(error: AttributeError, instead: Result) -> Result:
 
 
 class Lately:
-    """What was told lately, and is not again for so many seconds, nor is more than `most` in them; for any thread."""
+    """Limits reports: each is made once in `secs` seconds, and at most `most` different ones are. Thread-safe."""
 
     def __init__(self, secs: float, most: int) -> None:
         self._secs, self._most = secs, most
@@ -78,7 +78,7 @@ class Lately:
         self._lock = threading.Lock()
 
     def is_news(self, what: object) -> bool:
-        """Say whether something is to be told now; it counts as told then."""
+        """Return whether to report `what`; if so, it counts as reported."""
         now = time.monotonic()
         with self._lock:
             self._quiet_until = {each: until for each, until in self._quiet_until.items() if now < until}
@@ -91,8 +91,8 @@ class Lately:
 def in_place_of(function: Function, action: Function, *, meant: type[Exception] | tuple[()] = ()) -> Function:
     """Wrap `function`: ``action(function, ...)`` runs in its place, with the same arguments.
 
-    Where `action` fails before it called `function`, that is called; after that, what came of the call counts. Errors
-    of the types in `meant` are raised.
+    If `action` fails before it calls `function`, the wrapper calls `function`. If it fails later, the wrapper returns
+    the call's result or raises the call's error. Errors of the types in `meant` are always raised.
     """
 
     @functools.wraps(function)
@@ -152,7 +152,7 @@ def after_construction(kind: type, action: Callable[[Any], object]) -> None:
 
 @never_raises
 def notify(event: str, **fields: Any) -> bool:
-    """Tell the crash handler of this server, return at once, and say whether it got the message."""
+    """Send an event to this server's crash handler without waiting, and return whether it was delivered."""
     socket_path = published(SOCKET_VARIABLE)
     if not socket_path:
         return False
@@ -166,10 +166,10 @@ def notify(event: str, **fields: Any) -> bool:
 def held_memory(
     event: str, make: Callable[[], Memory], loss: str, describe: Callable[[], dict[str, Any]] = dict
 ) -> Memory | None:
-    """Return memory that this process writes to, and that the crash handler of its server holds, too, by its ``fd``.
+    """Return memory that this process writes to, and whose ``fd`` is sent to the server's crash handler as well.
 
-    The handler is told what `describe` returns. Returns None where the kit is off or there is no handler; where it
-    cannot be, the log has `loss` and the reason.
+    The message to the handler carries the fields that `describe` returns. Returns None if the kit is off or no handler
+    is published, and also on failure: then `loss` and the reason are logged.
     """
     socket_path = published(SOCKET_VARIABLE)
     if not socket_path or not Settings.from_environ().enabled:
@@ -196,9 +196,9 @@ def request(
     on_wait: Callable[[float], object] | None = None,
     **fields: Any,
 ) -> dict[str, Any] | None:
-    """Tell the crash handler of this server and wait for its acknowledgement, None without; see `protocol.request`.
+    """Send an event to this server's crash handler and return its acknowledgement or None; see `protocol.request`.
 
-    Whatever the handler asks for, the wait takes no longer than ``SGLANG_CRASHKIT_EXIT_SECS``.
+    The wait never exceeds ``SGLANG_CRASHKIT_EXIT_SECS``, even if the handler asks for more time.
     """
     socket_path = published(SOCKET_VARIABLE)
     if not socket_path:
@@ -218,7 +218,7 @@ def handler_pid() -> int | None:
 
 
 def log_incident(answer: dict[str, Any] | None) -> None:
-    """Say in the server's log what happened, and where the incident is or why it is missing, as was answered."""
+    """Log the lines of the crash handler's answer, and the incident's path or the reason why it is not written."""
     for line in (answer or {}).get("lines") or ():
         logger.error("crash kit: %s", line)
     if answer and answer.get("path"):
@@ -231,39 +231,39 @@ def log_incident(answer: dict[str, Any] | None) -> None:
 
 
 def say(text: bytes) -> None:
-    """Write to standard error, without a logger, whose lock the process that hangs may hold, and for a second at most.
+    """Write to standard error for one second at most, without a logger: a hanging thread may hold the logger's lock.
 
     Raises:
-        OSError: it has no reader any more.
+        OSError: standard error has no reader any more.
     """
     if sys.__stderr__ is None:
-        # Python was started without: that number is another file's by now.
+        # Python was started without standard error, so descriptor 2 may belong to another file.
         return
     poller = select.poll()
     poller.register(_STDERR, select.POLLOUT)
     deadline = time.monotonic() + _SAY_SECS
-    # What a pipe that is ready takes without blocking.
+    # A pipe that polls as writable takes PIPE_BUF bytes without blocking.
     for start in range(0, len(text), select.PIPE_BUF):
         ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
         if not ready:
             return
         if ready[0][1] & (select.POLLERR | select.POLLHUP):
-            # Of a write SIGPIPE might come, which ends a program that does not ignore it.
+            # A write might raise SIGPIPE, which ends a program that does not ignore it.
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
         os.write(_STDERR, text[start : start + select.PIPE_BUF])
 
 
 def say_line(text: str) -> None:
-    """Write one line of the kit's; nothing where it has no reader."""
+    """Write one line, prefixed with "crash kit: ", to standard error; do nothing if it has no reader."""
     line = visible(f"crash kit: {text}", keep="")
     with contextlib.suppress(OSError):
         say(line.encode(errors="backslashreplace")[:_MAX_LINE_BYTES] + b"\n")
 
 
 def shorten(filename: str) -> str:
-    """Return the path relative to the longest folder of ``sys.path`` that holds it, as it is where none does."""
+    """Return the path relative to the longest ``sys.path`` folder that holds it, or unchanged if no folder does."""
     # The longest entry: a checkout on the path may hold the environment that the module is installed in.
-    # What is no text there, Python itself passes over.
+    # Python itself ignores entries that are not strings.
     roots = (root.rstrip("/") + "/" for root in sys.path if isinstance(root, str) and root)
     longest = max((root for root in roots if filename.startswith(root)), key=len, default="")
     return filename[len(longest) :]
