@@ -62,7 +62,7 @@ _ORPHAN_SECS = 0.5
 
 
 class Driver:
-    """The driver of the server's GPUs: queried once per incident, and watched for Xid events, which it logs once."""
+    """The driver of the server's GPUs: queried once per incident, and watched for Xid events, reported only once."""
 
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
@@ -333,7 +333,7 @@ class Cores(Awaited):
             for process in run.tree
             if process.role == "scheduler"
         ]
-        # A server that failed to start has not used its GPUs yet; its cores would be empty.
+        # A server that failed to start has not got as far as using its GPUs: its cores show nothing useful.
         is_asked = run.incident.kind != "failed_start" and run.tree.root.exited_at is None
         living = [core for core in cores if is_asked and core.process.exited_at is None]
         wanted = living and self._settings.cores
