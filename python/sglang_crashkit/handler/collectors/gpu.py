@@ -1,4 +1,4 @@
-"""What an incident asks of the GPUs: the driver, the flight recorders of NCCL and of gloo, and cores of the GPUs."""
+"""Collect GPU evidence for an incident: driver facts, the flight recorders of NCCL and gloo, and GPU cores."""
 
 from __future__ import annotations
 
@@ -37,41 +37,41 @@ from sglang_crashkit.settings import MAX_CORE, MB
 
 logger = logging.getLogger(__name__)
 
-#: Eight GPUs take less than a second; a driver that takes longer than this hangs. Seconds.
+#: Timeout of the driver query, in seconds. Eight GPUs take less than a second; a driver that takes longer hangs.
 _DRIVER_SECS = 5.0
-#: For NCCL PyTorch looks once a second whether it is asked; for gloo a thread of the process answers, in some 0.1 s.
+#: Timeouts in seconds. For NCCL, PyTorch polls its pipe once a second; for gloo, a thread answers in about 0.1 s.
 _DUMP_SECS: dict[Recorder, float] = {"nccl": 3.5, "gloo": 2.0}
 _KINDS: dict[Recorder, EvidenceKind] = {"nccl": "flight_recorder", "gloo": "gloo_flight_recorder"}
-#: A few dumps under way are looked at this often, in seconds: the incident, and a rank that raised, wait for them. Of
-#: more the walk through all would take half a core.
+#: Up to `_FEW` pending dumps are polled at this interval, in seconds: the incident, and a rank that raised, wait for
+#: them. Polling more dumps this often would take half a CPU core.
 _FEW, _LOOK_SECS_OF_FEW = 16, 0.03
-#: Of dumps that come together, so many seconds are spent on reading before the handler looks at what else is due.
+#: Seconds spent on reading dumps that arrive together before control returns to the handler's other work.
 _READING_SECS = 0.25
-#: The longest that reading a core may take, in seconds; of a GPU full of warps cuda-gdb takes about 2.
+#: Timeout for reading one core, in seconds; for a GPU full of warps cuda-gdb takes about 2.
 READ_SECS = 15.0
-#: So many kernels of a core are in an incident.
+#: Maximum number of a core's kernels that an incident lists.
 _MAX_KERNELS = 4
-#: There is to be room for so many bytes of a core; without memory in it, one of 255 MB was seen.
+#: Bytes of disk space that a core must find before it is requested; a core of 255 MB without memory was seen.
 _CORE_BYTES = 256 << 20
-#: When its core is written, the driver ends the process whose GPU failed; so long may it take to, in seconds.
+#: The driver ends the process whose GPU failed after it wrote the core; the longest time between both, in seconds.
 _LAST_CORE_SECS = 60.0
-#: Of the time that the server's end has, the share for reading the cores.
+#: Share of SGLANG_CRASHKIT_EXIT_SECS reserved for reading the cores, up to `READ_SECS`.
 _READING_SHARE = 0.25
-#: Once the server's main process is gone, its ranks write for so long yet, in seconds.
+#: How long the ranks' cores are still awaited after the server's main process ended, in seconds.
 _ORPHAN_SECS = 0.5
 
 
 class Driver:
-    """The driver of the server's GPUs: asked once an incident, and watched for what it tells only once."""
+    """The driver of the server's GPUs: queried once per incident, and watched for Xid events, reported only once."""
 
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
-        # Folders of libraries may lie on a disk that does not answer later.
+        # Check early: library folders may lie on a disk that does not respond later.
         self._has_gpu = has_gpu()
         self.xids = XidWatch()
 
     def watch(self) -> None:
-        """Begin to watch for Xid events, where there is a GPU."""
+        """Start watching for Xid events if there is a GPU."""
         if self._is_on and self._has_gpu:
             try:
                 self.xids.begin()
@@ -80,7 +80,7 @@ class Driver:
                 logger.warning("Xid events are not watched for: %s", self.xids.problem)
 
     def ask(self, run: IncidentRun, deadline: float) -> Awaited | None:
-        """Ask the driver what it knows."""
+        """Start the driver query; record the reason as evidence and return None if it cannot start."""
         secs = min(_DRIVER_SECS, deadline - time.monotonic())
         if not self._is_on:
             reason = "switched off by SGLANG_CRASHKIT_GPU_FACTS"
@@ -124,7 +124,7 @@ class _DriversAnswer(Awaited):
             _add_facts(run, "failed", facts.reason or "the driver said nothing", facts.seconds)
             return
         document = {**asdict(facts), "start": watch.start, **msgspec.to_builtins(told)}
-        # What it says in short is in the incident even where there is no room for the file.
+        # The incident holds the summary even if there is no disk space for the file.
         how: dict[str, Any] = {"reason": facts.reason or None, "seconds": facts.seconds}
         piece = write_piece("gpu_facts", run.folder.write_json, "gpu/facts.json", document, **how)
         run.report(run.tree.root).evidence.append(piece)
@@ -148,10 +148,10 @@ class _Asked:
 
 
 class FlightRecorders(Awaited):
-    """The flight recorders of one incident, of NCCL and of gloo, which may answer until `deadline`.
+    """Dumps of the NCCL and gloo flight recorders for one incident, awaited until `deadline` (monotonic clock).
 
-    Of the dead, too: PyTorch writes a dump before it ends a process by itself. The dump of the processes in `late` may
-    still come from an earlier incident; those that are given up now are added.
+    Exited processes count, too: PyTorch writes a dump before it ends a process by itself. For the pids in `late`, a
+    dump requested in an earlier incident may still arrive; pids whose NCCL dump is given up here are added to it.
     """
 
     def __init__(self, run: IncidentRun, deadline: float, late: set[int]) -> None:
@@ -181,23 +181,23 @@ class FlightRecorders(Awaited):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is waited for."""
+        """Whether no dump is pending."""
         return not self._under_way
 
     @property
     def look_secs(self) -> float:
-        """How often it is looked at."""
+        """Polling interval, in seconds."""
         return _LOOK_SECS_OF_FEW if len(self._under_way) <= _FEW else super().look_secs
 
     def pids_of(self, kind: EvidenceKind) -> Set[int]:
-        """Return the processes that are to answer yet."""
+        """Return the processes whose dump of this kind is pending."""
         return {asked.process.pid for asked in self._under_way if _KINDS[asked.recorder] == kind}
 
     def look(self) -> None:
-        """See which dumps are whole by now, and give up those whose time is over."""
+        """Take the dumps that are complete, and give up those whose deadline has passed."""
         began = time.monotonic()
         for asked in list(self._under_way):
-            # Before the look: one that had ended by then writes no more.
+            # Check before reading: a process that has already exited writes no more.
             has_exited = asked.process.handle.has_exited()
             is_late = time.monotonic() >= asked.deadline
             try:
@@ -219,7 +219,7 @@ class FlightRecorders(Awaited):
                 return
 
     def give_up(self, reason: str) -> None:
-        """Wait no longer, for a reason that is noted."""
+        """Stop waiting for all pending dumps, and record `reason`."""
         for asked in list(self._under_way):
             self._give_up(asked, reason)
 
@@ -254,7 +254,7 @@ class FlightRecorders(Awaited):
         world = self._worlds[process.pid]
         record = RankRecord(received.rank, title, world, received.dump, received.seconds, asked.recorder)
         name = f"gpu/{world and f'{world}_'}{kind}_{received.rank}"
-        # What the processes say of their ranks is not to be trusted.
+        # Ranks that the processes report may be wrong: avoid two files with the same name.
         if any((one.world, one.rank, one.recorder) == (world, record.rank, record.recorder) for one in self._records):
             name = f"gpu/{titles.label_of(process.title, process.pid)}_{kind}_{received.rank}"
         self._records.append(record)
@@ -276,7 +276,7 @@ class FlightRecorders(Awaited):
         self._run.report(asked.process).evidence.append(piece)
         if not self.is_done:
             return
-        # What the dumps say together. Do not report a missing NCCL dump where no rank uses NCCL; so with gloo.
+        # Compare the dumps. Do not report a missing NCCL dump when no rank uses NCCL; likewise for gloo.
         used = {None, *(record.recorder for record in self._records)} | self._failed
         missing = [line for recorder, line in self._missing if recorder in used]
         findings = []
@@ -299,7 +299,7 @@ def _name(process: TrackedProcess) -> str:
 
 @dataclass(eq=False)
 class _Core:
-    """One that is asked for or looked for."""
+    """A GPU core that is requested from a process, or searched for after its exit."""
 
     process: TrackedProcess
     report: ProcessReport
@@ -307,18 +307,18 @@ class _Core:
     written: int = 0
 
     def add(self, status: EvidenceStatus, reason: str, seconds: float | None = None) -> None:
-        """Say why it is not there."""
+        """Record as evidence why the core is missing."""
         self.report.evidence.append(Evidence("cuda_core", status, reason=reason, seconds=seconds))
 
 
 class Cores(Awaited):
-    """GPU cores of the schedulers: asked for once the cheaper evidence is there, waited for as they grow, and read.
+    """GPU cores of the schedulers: requested after the cheaper evidence, awaited while they grow, and read.
 
-    The living are asked; the dead may have left one, as the driver writes by itself when the GPU fails. Each that is
-    whole is read by a process of its own while the handler goes on.
+    A running process is asked for a core. An exited process may have left a core: the driver writes one by itself when
+    the GPU fails. A separate process reads each complete core while the handler continues.
 
-    The server's end waits for them until `deadline`, by the monotonic clock, however they grow: it would cut them
-    short. A core that takes more of the disk than it may is not waited for.
+    The server's end would cut the cores short, so it waits for them, but only until `deadline` (monotonic clock), even
+    if they still grow. A core that exceeds its disk limit is not awaited.
     """
 
     def __init__(self, run: IncidentRun, deadline: float) -> None:
@@ -333,7 +333,7 @@ class Cores(Awaited):
             for process in run.tree
             if process.role == "scheduler"
         ]
-        # One that had not got so far as to use its GPUs has nothing to tell.
+        # A server that failed to start has not got as far as using its GPUs: its cores show nothing useful.
         is_asked = run.incident.kind != "failed_start" and run.tree.root.exited_at is None
         living = [core for core in cores if is_asked and core.process.exited_at is None]
         wanted = living and self._settings.cores
@@ -348,28 +348,28 @@ class Cores(Awaited):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is waited for."""
+        """Whether no core is being written or read."""
         return not self._under_way and not self._readings
 
     @property
     def secs_left(self) -> float:
-        """How long it takes yet, unless a core grows on, in seconds."""
+        """Longest remaining time in seconds, unless a core keeps growing."""
         return max(0.0, min(self._wait_end + READ_SECS, self._end_at) - time.monotonic())
 
     def pids_of(self, kind: EvidenceKind) -> Set[int]:
-        """Return the processes that write a core now, which a signal may spoil."""
+        """Return the processes that are writing a core; a signal may spoil it."""
         return {core.process.pid for core in self._under_way} if kind == "cuda_core" else frozenset()
 
     def look(self) -> None:
-        """See which cores are whole by now, give up those whose time is over, and take in what was read."""
-        # Of any: they share the disk, and the GPU of one may be busy with what the other waits for.
+        """Keep the cores that are complete, give up those whose time is over, and take the finished readings."""
+        # Growth of any core extends the wait for all: they share the disk, and one GPU may wait for another.
         for core in self._under_way:
             written = core.request.written
             if written > core.written:
                 self._grown_at = time.monotonic()
             core.written = written
         for core in list(self._under_way):
-            # Asked before the look: the driver ends the process whose GPU failed as soon as its core is whole.
+            # Check before looking: the driver ends the process whose GPU failed as soon as its core is complete.
             reason, has_ended = "", core.process.handle.has_exited()
             try:
                 path = core.request.look(has_ended=has_ended)
@@ -394,7 +394,7 @@ class Cores(Awaited):
             self._take(*reading)
 
     def give_up(self, reason: str) -> None:
-        """Wait no longer for what is not whole yet, for a reason that is noted."""
+        """Stop waiting for the incomplete cores, and record `reason`."""
         for core in list(self._under_way):
             self._fail(core, f"{reason}: {core.request.leftover()}")
 
@@ -407,7 +407,7 @@ class Cores(Awaited):
         return min(self._grown_at + self._settings.core_wait_secs, self._last_write)
 
     def _see_to_the_disk(self) -> None:
-        """Give all of them up where one takes more of the disk than it may: only the server's end ends its writing."""
+        """Give up all cores if one exceeds its disk limit: only the server's end stops the driver from writing it."""
         if not self._under_way:
             return
         sizes = {core.process.pid: core.request.size_on_disk for core in self._under_way}
@@ -429,14 +429,14 @@ class Cores(Awaited):
         return f"cut short, as the server's end waits no longer than SGLANG_CRASHKIT_EXIT_SECS ({exit_secs:g} s)"
 
     def _ask(self, core: _Core, earlier: str | None) -> None:
-        """Ask for a core; `earlier` is the incident of the same fault that has some."""
+        """Request a core, unless `earlier` names an incident with the same fault that already has cores."""
         settings, request = self._settings, core.request
         has_raised = any(piece.kind == "exception" for piece in core.report.evidence)
         if request.is_watchable and request.join():
             logger.info("process %d writes a GPU core by itself", core.process.pid)
             self._under_way.append(core)
             return
-        # After that of a GPU that failed there is no other; one that raised would not be asked for any.
+        # The driver writes no second core after a GPU failure, and a process that raised is not asked for a core.
         if has_raised and self._take_left_behind(core):
             return
         if not settings.cores:
@@ -459,11 +459,11 @@ class Cores(Awaited):
         core.add("skipped", reason)
 
     def _trigger(self, request: CoreRequest) -> str:
-        """Ask for a core, and return why there will be none; empty where there may be one."""
+        """Request a core; return the reason if it cannot be written, or an empty string."""
         try:
             pipes = request.find_pipes()
             if request.is_watchable and "%" not in str(request.folder):
-                # Once it is asked for, the driver writes whatever there is room for.
+                # Check now: after the request, the driver writes until the disk is full.
                 problem = self._run.folder.make_room_beside(request.folder, self._expected_bytes + _CORE_BYTES)
                 if problem:
                     return problem
@@ -475,10 +475,10 @@ class Cores(Awaited):
         return ""
 
     def _take_left_behind(self, core: _Core) -> bool:
-        """Take in the core that the driver wrote unasked, and say whether there is one."""
+        """Keep the core that the driver wrote without a request; return whether there is one, complete or not."""
         process = core.process
         began = procfs.started_at(process.handle.start_ticks)
-        # Its file has the time of the machine's clock.
+        # The file's modification time is by the machine's clock.
         ended = time.time() - (clock.now() - process.exited_at if process.exited_at is not None else 0.0)
         path = core.request.written_since(max(began, ended - _LAST_CORE_SECS))
         if path is None:
@@ -493,7 +493,7 @@ class Cores(Awaited):
         return True
 
     def _keep(self, path: Path, report: ProcessReport, seconds: float | None = None) -> None:
-        """Take in a core, and begin to read it, where cuda-gdb is installed and there is time."""
+        """Record a complete core as evidence, and start reading it if cuda-gdb is installed and time is left."""
         os.chmod(path, 0o600)  # noqa: PTH101
         relative = os.path.relpath(path, self._run.folder.path)
         report.evidence.append(Evidence("cuda_core", "captured", path=relative, seconds=seconds))
@@ -511,7 +511,7 @@ class Cores(Awaited):
             try:
                 self._readings.append((self._pool.submit(read), path, report, began))
             except RuntimeError as error:
-                # The system gives no thread.
+                # The system cannot start another thread.
                 _add_unread(report, "failed", str(error), path)
 
     @functools.cached_property
@@ -526,7 +526,7 @@ class Cores(Awaited):
             why = error.message if isinstance(error, CrashkitError) else f"{type(error).__name__}: {error}"
             _add_unread(report, "failed", why, path, seconds)
             return
-        # What it says in short is in the incident even where there is no room for the file.
+        # The incident holds the summary even if there is no disk space for the file.
         report.gpu = list(core_in_lines(core, _MAX_KERNELS))
         name, write = f"gpu/{titles.label_of(report.title, report.pid)}.kernels.txt", self._run.folder.write_text
         how = {"reason": core.problem or None, "source": "cuda-gdb"}
