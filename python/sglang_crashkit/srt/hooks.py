@@ -91,8 +91,9 @@ class Lately:
 def in_place_of(function: Function, action: Function, *, meant: type[Exception] | tuple[()] = ()) -> Function:
     """Wrap `function`: ``action(function, ...)`` runs in its place, with the same arguments.
 
-    If `action` fails before it calls `function`, the wrapper calls `function`. If it fails later, the wrapper returns
-    the call's result or raises the call's error. Errors of the types in `meant` are always raised.
+    If `action` fails before it calls `function`, the wrapper calls `function`. If it fails after
+    the call returned, the wrapper returns the call's result. Where the call itself failed, what `action` raises is
+    raised, and errors of the types in `meant` always are.
     """
 
     @functools.wraps(function)
@@ -169,7 +170,7 @@ def held_memory(
     """Return memory that this process writes to, and whose ``fd`` is sent to the server's crash handler as well.
 
     The message to the handler carries the fields that `describe` returns. Returns None if the kit is off or no handler
-    is published, and also on failure: then `loss` and the reason are logged.
+    is published, and where the memory cannot be made or sent (`loss` and the reason are logged).
     """
     socket_path = published(SOCKET_VARIABLE)
     if not socket_path or not Settings.from_environ().enabled:
