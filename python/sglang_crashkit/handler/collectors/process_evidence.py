@@ -1,4 +1,4 @@
-"""What each process did: the state and the stacks of the living, how the dead ended, what the failing left."""
+"""Collect evidence of each process: its state and stacks while it runs, its exit, and the records of a failure."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 Content = TypeVar("Content")
 
-#: What a process was doing is told by so many frames.
+#: Maximum number of frames in `ProcessReport.doing`, and of frames read from an exception's record.
 MAX_DOING, _MAX_FRAMES = 4, 1000
 _STATUS_FIELDS = ("State", "Threads", "VmRSS", "VmHWM", "SigCgt", "voluntary_ctxt_switches")
-#: Where a compiler runs, or weights are read; and functions that load, or write a profile.
+#: Files in which a compiler runs or weights are read; functions that load weights or write a profile.
 _LONG_FILE = re.compile(
     r"(^|/)(torch/_dynamo/(convert_frame|symbolic_convert|output_graph|guards|bytecode_transformation)\.py"
     r"|torch/_inductor/(?!runtime/|output_code|utils)|torch/_functorch/(aot_autograd\.py|_aot_autograd/autograd_cache)"
@@ -45,12 +45,12 @@ _LONG = re.compile(
     r"^(load_model|load_weights|_?load_weights_\w+|_?(start|stop)_profile|export_chrome_trace|export_stacks)$"
 )
 _KIT, _SGLANG = "sglang_crashkit", re.compile(r"(^|/)sglang/")
-#: Function and file in which the thread sleeps that answers for its process; of no interest.
+#: Function and file of the kit's thread that answers requests for its process; that thread is left out of the stacks.
 _RESPONDER = ("_answer_all", "sglang_crashkit/srt/stack_hooks.py")
-#: On these faulthandler writes the stacks of the process that they end.
+#: Fatal signals on which faulthandler writes the stacks of the process.
 _FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 _MAX_FAULT_BYTES = 4 << 20
-#: Of what a rank wrote of itself, and of the stacks of one process.
+#: Maximum size in bytes of the exception record that a rank wrote.
 _MAX_RECORD = 16 << 20
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
@@ -65,7 +65,7 @@ def write_piece(
     seconds: float | None = None,
     source: str | None = None,
 ) -> Evidence:
-    """Write a file of evidence by a method of the incident's folder; return the piece, also where that fails."""
+    """Write a file of evidence with a method of the incident's folder; if that fails, return evidence of the error."""
     try:
         return Evidence(kind, "captured", write(name, content), reason, seconds, source)
     except (OSError, CrashkitError) as error:
@@ -73,7 +73,7 @@ def write_piece(
 
 
 def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool) -> None:
-    """Put a dead process's exit into its report, once; `raised` says that it had reported an exception before."""
+    """Put a dead process's exit into its report, once; `raised`: the process had reported an exception before."""
     if report.exit is not None and report.exit.cause != "unknown":
         return
     status, code, signal = process.handle.exit_status(), None, None
@@ -104,13 +104,13 @@ def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool) -
 
 
 def take_states(run: IncidentRun, _deadline: float) -> None:
-    """Note what ``/proc`` says of each living process."""
+    """Record the state of each living process from ``/proc``."""
     for process in run.tree:
         if not process.is_ignorable:
             run.report(process)
     for process in run.tree.alive():
         report, status = run.report(process), procfs.read_status(process.pid)
-        # The incident may have been opened without stacks.
+        # The incident may have been opened without stacks: replace the earlier evidence.
         report.evidence = [piece for piece in report.evidence if piece.kind not in ("proc_state", "stack")]
         if not status:
             report.evidence.append(Evidence("proc_state", "failed", reason="the process was gone"))
@@ -124,7 +124,7 @@ def take_states(run: IncidentRun, _deadline: float) -> None:
 def adopt_record(
     source: Path, report: ProcessReport, folder: IncidentFolder, kind: EvidenceKind = "exception"
 ) -> list[str]:
-    """Move the record that a failing rank, or thread, wrote of itself into the incident, and what Python prints.
+    """Move into the incident the record of an exception that a rank or thread wrote, and its printed traceback.
 
     Returns:
         The frames of its traceback, innermost first.
@@ -134,7 +134,7 @@ def adopt_record(
     except (OSError, ValueError, RecursionError):
         record = None
     record = record if isinstance(record, dict) else {}
-    # What SGLang catches, or only ends a thread, may come again.
+    # A process can report several exceptions: SGLang may catch one, or one may end only a thread.
     others = sum(piece.kind == kind for piece in report.evidence)
     name = f"ranks/{titles.label_of(report.title, report.pid)}.{kind}{others or ''}"
     try:
@@ -144,7 +144,7 @@ def adopt_record(
     else:
         report.evidence.append(Evidence(kind, "captured", path=path))
         if isinstance(record.get("printed"), str):
-            # The record says the same, for whom there is no room for another file.
+            # The record holds the same text, so a failure to write this file is ignored.
             with contextlib.suppress(OSError, CrashkitError):
                 folder.write_text(f"{name}.txt", record["printed"])
     traceback = record.get("traceback")
@@ -153,9 +153,9 @@ def adopt_record(
 
 
 def take_stacks(run: IncidentRun, deadline: float) -> None:
-    """Take the stacks of the living processes side by side, and write them; see `capture_all`.
+    """Capture the stacks of the living processes in parallel, and write them; see `capture_all`.
 
-    Of a hang each time is a snapshot of its own, for comparison.
+    For a hang, each call adds a snapshot, for comparison with the others.
     """
     began, living = clock.now(), run.tree.alive()
     run.rounds += 1
@@ -172,7 +172,7 @@ def take_stacks(run: IncidentRun, deadline: float) -> None:
 
 
 def _sample_all(run: IncidentRun, living: Sequence[TrackedProcess], deadline: float, snapshot: int | None) -> None:
-    """Take the stacks; `snapshot` is the number of this one, from 1, where several are taken."""
+    """Capture the stacks; `snapshot` is the number of this capture, from 1, or None if there are no snapshots."""
     reports = {process.pid: run.report(process) for process in living}
     for process in living:
         if snapshot is not None:
@@ -196,20 +196,20 @@ def _sample_all(run: IncidentRun, living: Sequence[TrackedProcess], deadline: fl
             gil = "main" if thread is not None and thread.owns_gil else sample.gil
             report.samples[-1] = replace(report.samples[-1], threads=threads, gil=gil, doing=tuple(doing))
         if sample.threads and not raised and (snapshot in (None, 1) or not report.doing):
-            # After an exception the stack no longer shows what failed; the frames in the exception's record do. What
-            # was seen is told even where there was no room to write all of it. A round without a stack does not count.
+            # After an exception the stack no longer shows what failed; the frames in the exception's record do. The
+            # report shows the frames even if there was no space to write the file. A round without a stack is ignored.
             report.doing = doing
 
 
 def wants_native(run: IncidentRun) -> bool:
-    """Say whether native stacks are taken: it stops a process for a moment, which is to end for what happened."""
-    # What somebody set stands; by itself the kit does not stop a process that goes on.
+    """Return whether native stacks are captured. Capturing briefly stops a process; by default one about to end."""
+    # The setting takes precedence; without it, the kit does not stop a process that will continue.
     wanted, of_itself = run.settings.native, run.is_fatal_hang and run.captures is Capture.FULL
     return run.settings.stacks and (of_itself if wanted is None else wanted)
 
 
 def take_native_stacks(run: IncidentRun, deadline: float) -> None:
-    """Take the native stacks of the server's own living processes, as far as there is time."""
+    """Capture the native stacks of the server's own living processes, if time is left before `deadline`."""
     began, secs = clock.now(), deadline - time.monotonic()
     if secs <= 0:
         return
@@ -225,7 +225,7 @@ def take_native_stacks(run: IncidentRun, deadline: float) -> None:
 
 
 def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentFolder, runtime: Path) -> None:
-    """Take in, once, the stacks that a dead process wrote when the fatal signal that ended it came."""
+    """Record, once, the stacks that faulthandler wrote in a dead process on its fatal signal."""
     status = process.handle.exit_status()
     if (status.known and status.signal not in _FAULTS) or any(piece.kind == "fault_stack" for piece in report.evidence):
         return
@@ -243,13 +243,13 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
     output = parse_faulthandler(text, process.pid, hooks.main_thread, hooks.roots)
     faulty = next((thread for thread in output.threads if thread.active), None)
     if output.error and output.is_whole:
-        # A thread that Python did not start has no stack.
+        # A thread that Python did not start has no stack in this output.
         report.hit_in_main = faulty is not None and faulty.native_id == report.pid
     doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
 
     def write(name: str, threads: Sequence[Thread]) -> str:
         _write(name, threads, report, folder, doing)
-        # Its own words say more than its threads: which error it was, and which modules were loaded.
+        # Keep faulthandler's text: beyond the threads, it names the error and the loaded modules.
         return folder.write_text(f"{name}.txt", text)
 
     name = f"stacks/{titles.label_of(report.title, report.pid)}.fault"
@@ -257,7 +257,7 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
     piece = write_piece("fault_stack", write, name, output.threads, reason=cut_off, source="faulthandler")
     report.evidence.append(piece)
     if piece.status == "captured":
-        # It was captured alive, if at all; what the fault interrupted is what it did last.
+        # An earlier capture is older than the fault: the frames that the fault interrupted are the last ones.
         report.doing = doing
 
 
@@ -268,9 +268,9 @@ def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
 
 
 def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Return the frames without the kit's own: of a process in a hook, what it did is below that.
+    """Return the frames below the innermost hook of the kit, if the process is in a hook.
 
-    What SGLang does within one, which only wraps a function of its own, is no part of the hook.
+    A hook can wrap a function of SGLang: frames of SGLang inside that hook are kept.
     """
     first = next((position for position, frame in enumerate(frames) if _SGLANG.search(frame.file)), len(frames))
     own = [position for position, frame in enumerate(frames[:first]) if _KIT in frame.file]
@@ -278,12 +278,12 @@ def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 
 def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
-    """Return the innermost frames, and one that compiles, loads or writes a profile, wherever it is."""
+    """Return the innermost frames, and the innermost frame that compiles, loads or writes a profile, at any depth."""
     frames = _below_hooks(frames)
     shown = list(frames[:MAX_DOING])
     for frame in frames:
         if _LONG_FILE.search(frame.file) or _LONG.match(frame.function.rpartition(".")[2]):
-            # Who compiles waits for a compiler, which says nothing without what started it.
+            # A process that compiles waits for a compiler: those frames alone do not show what started it.
             shown[-1] = shown[-1] if frame in shown else frame
             break
     return [str(frame) for frame in shown]
@@ -297,7 +297,7 @@ def _keep(
     snapshot: int | None = None,
     doing: Sequence[str] = (),
 ) -> None:
-    """Write the stacks of a process, or why they are missing; the file begins with what it was doing."""
+    """Write the stacks of a process, headed by the frames in `doing`, or record why the stacks are missing."""
     report, seconds, source = run.report(process), sample.seconds, sample.source
     if not sample.threads:
         reason = sample.problem
