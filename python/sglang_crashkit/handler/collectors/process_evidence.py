@@ -202,7 +202,7 @@ def _sample_all(run: IncidentRun, living: Sequence[TrackedProcess], deadline: fl
 
 
 def wants_native(run: IncidentRun) -> bool:
-    """Return whether native stacks are captured. Capturing briefly stops a process; by default one about to end."""
+    """Return whether to capture native stacks. This briefly stops a process; by default one about to end."""
     # The setting takes precedence; without it, the kit does not stop a process that will continue.
     wanted, of_itself = run.settings.native, run.is_fatal_hang and run.captures is Capture.FULL
     return run.settings.stacks and (of_itself if wanted is None else wanted)
