@@ -51,7 +51,7 @@ _READING_SECS = 0.25
 READ_SECS = 15.0
 #: Maximum number of a core's kernels that an incident lists.
 _MAX_KERNELS = 4
-#: Bytes of disk space that a core must find before it is requested; a core of 255 MB without memory was seen.
+#: Free disk space required before a core is requested, in bytes; a core of 255 MB without memory was seen.
 _CORE_BYTES = 256 << 20
 #: The driver ends the process whose GPU failed after it wrote the core; the longest time between both, in seconds.
 _LAST_CORE_SECS = 60.0
