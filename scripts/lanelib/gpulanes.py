@@ -62,7 +62,7 @@ def find_device() -> Device | None:
 
 
 def require_device(without: str) -> Device:
-    """Return the first GPU; raises LaneError where there is none, with `without` as the next step."""
+    """Return the first GPU; raises LaneError on a machine without a GPU, with `without` as the next step."""
     if (device := find_device()) is None:
         raise LaneError(f"there is {NO_DEVICE} on this machine", next_step=without)
     return device

@@ -188,7 +188,7 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
     """Return the incident that `text` names; an unfinished one only if no finished one matches.
 
     `text` is an incident's folder; or a crash folder, for its newest incident; or it names an incident in `folder`:
-    ``latest``, its id, or the beginning of its id. Raises NothingToDoError if there is none, UsageError if there are
+    ``latest``, its id, or the beginning of its id. Raises NothingToDoError if nothing fits, UsageError if there are
     several, and CrashkitError if the incident cannot be read.
     """
     is_name = "/" not in text and not Path(text).exists()

@@ -520,11 +520,13 @@ class Failures:
         events, facts = self._case.events, event.facts
         told = f"{event.kind} {event.number} {event.text}"
         row = next((one for one in rows("failures", "kernel") if one["pattern"].search(told)), None)
+        if row is None:
+            return
         is_known = bool(self._names(event.pid))
         harm = self._raises or self._exits or any(isinstance(one, Line) and one.level == "critical" for one in events)
         is_well = self._is_outlived(event) or (bool(self._work) and not harm and not event.at)
-        is_ours = is_known or not event.name or (row or {}).get("any_program") or _pattern("ours").match(event.name)
-        if row is None or not is_ours or (row.get("well") and is_well and (not is_known or event.kind == "hung_task")):
+        is_ours = is_known or not event.name or row.get("any_program") or _pattern("ours").match(event.name)
+        if not is_ours or (row.get("well") and is_well and (not is_known or event.kind == "hung_task")):
             return
         pids = {one.pid for one in self._case.kernel if one.kind == event.kind and one.pid}
         if event.kind == "oom_kill" and not event.pid and pids:

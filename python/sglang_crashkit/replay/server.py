@@ -61,7 +61,7 @@ _NO_FAILURE = frozenset({"peer_lost", "snapshot"})
 
 @dataclass
 class Answer:
-    """The answer to a request, or why there is none."""
+    """The answer to a request, or the reason why no answer came."""
 
     rid: str  # the request's id
     status: int | None = None  # the HTTP status; None where there was no answer
@@ -290,7 +290,7 @@ class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
         return [one for one in found if (name := parse_name(one.name)) and name.kind not in _NO_FAILURE]
 
     def _wait_failure(self, *, is_lost: bool) -> StoredIncident | None:
-        """Return the oldest incident of a failure, once it is finished; None where there is none in time."""
+        """Return the oldest incident of a failure, once it is finished; None if none is finished in time."""
         began = time.monotonic()
         while True:
             failures = self._failures()

@@ -76,7 +76,7 @@ class Kernel:
 class Focus:
     """The thread that cuda-gdb selects at first: the first that failed, else the first of all."""
 
-    exception: str  # the exception in cuda-gdb's words; empty if there is none
+    exception: str  # the exception in cuda-gdb's words; empty without an exception
     pc: str  # the hexadecimal address that triggered it, or else the thread's program counter; empty if unknown
     function: str  # the function at `pc`, with its parameters if they are known; empty if unknown
     places: dict[str, str]  # ``device``, ``sm``, ``warp``, ``grid`` and ``block``, as cuda-gdb writes them
