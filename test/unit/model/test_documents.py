@@ -161,7 +161,7 @@ def test_a_document_with_any_values_is_read_and_written(changes: list[tuple[tupl
         try:
             for name in path[:-1]:
                 place = place[name]
-            place[path[-1]] = value
+            place[path[-1]] = copy.deepcopy(value)  # the drawn one would be put into itself
         except (LookupError, TypeError):
             continue
     again = Incident.of(json.loads(json.dumps(Incident.of(document).to_json())))
