@@ -113,14 +113,16 @@ def await_evidence(seconds: float) -> None:
     allow(seconds + Settings.from_environ().end_secs)
 
 
-def report(event: str, **fields: Any) -> None:
+def report(event: str, **fields: Any) -> dict[str, Any] | None:
     """Report a crash to the crash handler, wait until its incident is complete, and take the exit status from it.
 
-    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``, or longer if the handler asks for more time.
+    Returns the crash handler's answer, None without one. Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``, or longer if
+    the handler asks for more time.
     """
     answer = request(event, Settings.from_environ().budget_secs, on_wait=await_evidence, **fields)
     learn(answer)
     log_incident(answer)
+    return answer
 
 
 def learn(answer: dict[str, Any] | None) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.srt.hooks import log_incident, never_raises, request
+from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt.hooks import never_raises
 from sglang_crashkit.srt.redaction import redact
 from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor, read_title
 
@@ -98,6 +99,19 @@ class Startup(Supervisor):
         finally:
             self.close()
         return [child.info for child in self.children if child.reader is not None]
+
+    def deaths(self) -> StartupError | None:
+        """Return what `run` would raise now for ranks that have ended; for the handler of a signal that interrupts it.
+
+        A rank that fails because another one died may send its signal before `run` has seen that death.
+        """
+        self.wait(0.0)
+        try:
+            self._raise_deaths()
+        except StartupError as error:
+            logger.error("crash kit: %s", error)
+            return error
+        return None
 
     def _patience(self) -> float:
         """Return how long nothing needs to be looked at, in seconds."""
@@ -234,9 +248,7 @@ def report(error: StartupError) -> dict[str, Any] | None:
     # `multiprocessing` may have reaped one before the crash handler looked for the first time.
     codes = {str(child.pid): _exit_code(child.exit) for child in named if child.exit.known}
     words = redact(str(error)[:_MAX_MESSAGE])
-    answer = request(error.event, Settings.from_environ().budget_secs, message=words, titles=names, exit_codes=codes)
-    log_incident(answer)
-    return answer
+    return crash_exit.report(error.event, message=words, titles=names, exit_codes=codes)
 
 
 def _short(child: Child) -> str:

@@ -22,6 +22,7 @@ from sglang_crashkit import settings
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.entrypoints.engine import (
     on_engine_launch,
+    on_launch_phase_sigquit,
     on_wait_for_scheduler_ready,
 )
 from sglang_crashkit.srt.managers import data_parallel_controller as hooks
@@ -163,6 +164,35 @@ def test_a_death_is_raised_when_the_incident_is_whole(started, listener: Listene
     assert "incident /incident" in caplog.records[1].message
     # The crash handler reads of the zombie how it ended.
     assert os.waitid(os.P_PID, processes[1].pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+
+def test_a_signal_that_comes_before_the_death_is_seen_names_who_died(started, listener: Listener, caplog, monkeypatch):
+    readers, processes = launch(started, "silent", "silent")
+
+    class EndedByUpstream(BaseException):
+        """What ends the process, in a test."""
+
+    @on_launch_phase_sigquit
+    def end(_signum: int, _frame: object) -> None:
+        raise EndedByUpstream
+
+    def fail(_self: Startup) -> float:
+        os.kill(processes[1].pid, signal.SIGKILL)
+        os.waitid(os.P_PID, processes[1].pid, os.WEXITED | os.WNOWAIT)
+        os.kill(os.getpid(), signal.SIGQUIT)
+        return LONG
+
+    monkeypatch.setattr(Startup, "_patience", fail)
+    previous = signal.signal(signal.SIGQUIT, end)
+    try:
+        with pytest.raises(EndedByUpstream):
+            wait_for_scheduler_ready(readers, processes)
+    finally:
+        signal.signal(signal.SIGQUIT, previous)
+    heard = listener.heard_but_members()
+    assert heard["event"] == "launch_failed"
+    assert heard["exit_codes"] == {str(processes[1].pid): -9}
+    assert "crash kit: Rank 1 scheduler died during initialization (exit code: -9)." in caplog.text
 
 
 def test_without_descriptors_left_the_sentinels_do(started, monkeypatch):

@@ -37,6 +37,8 @@ _versions = functools.cache(read_versions)
 
 #: Whether this process launches a node of a rank above 0, and with which ``ServerArgs``.
 _follows, _server_args = False, None
+#: The wait for the ranks, while it lasts.
+_start: Startup | None = None
 
 
 @never_raises
@@ -124,13 +126,17 @@ def on_ranks_ready() -> None:
 
 
 def _watch_start(children: Sequence[Child]) -> list[Any] | None:
+    global _start
     try:
-        return Startup(children).run()
+        _start = Startup(children)
+        return _start.run()
     except StartupError:
         raise
     except Exception:  # noqa: BLE001 - upstream waits instead
         note_failure(_watch_start)
         return None
+    finally:
+        _start = None
 
 
 def _report_failed_child(*_args: Any, **_kwargs: Any) -> None:
@@ -138,7 +144,11 @@ def _report_failed_child(*_args: Any, **_kwargs: Any) -> None:
     if not settings.enabled:
         return
     crash_exit.begin(ServerExit.CRASHED, settings.budget_secs + settings.end_secs)
-    crash_exit.report("child_failed" if crash_exit.state.started else "launch_failed")
+    deaths = never_raises(_start.deaths)() if _start is not None else None
+    if deaths is not None:
+        startup.report(deaths)
+    else:
+        crash_exit.report("child_failed" if crash_exit.state.started else "launch_failed")
 
 
 class Following(Supervisor):

@@ -36,8 +36,8 @@ OF_MACHINE |= {"agreed_hash", "key", "kit_version", "sglang-crashkit"}
 OF_SLEEP = {"wchan"}
 #: Events of a timeline that come in any order.
 ENDS = {"process_exited", "server_exited"}
-#: Whether the server is still at what the test asked it for, here or deeper, as its stack is read is chance.
-BUSY = "obey (fake_server.py:"
+#: Whether a process is still at what the test asked it for, here or deeper, as its stack is read is chance.
+BUSY = ("obey (fake_server.py:", "answer (fake_server.py:")
 IN_TEXTS = {
     r"\d{4}-\d\d-\d\dT[\d:.]+Z": "<time>",
     r"/\S*/(?=crash/test-host|sglang-crashkit-\d)": "<folder>/",
