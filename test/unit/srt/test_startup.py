@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,13 +176,16 @@ def test_a_signal_that_comes_before_the_death_is_seen_names_who_died(started, li
     def end(_signum: int, _frame: object) -> None:
         raise EndedByUpstream
 
-    def fail(_self: Startup) -> float:
+    wait = Startup.wait
+
+    def fail(self: Startup, seconds: float | None, others: Iterable[int] = ()) -> set[int]:
+        monkeypatch.setattr(Startup, "wait", wait)
         os.kill(processes[1].pid, signal.SIGKILL)
         os.waitid(os.P_PID, processes[1].pid, os.WEXITED | os.WNOWAIT)
         os.kill(os.getpid(), signal.SIGQUIT)
-        return LONG
+        return self.wait(seconds, others)
 
-    monkeypatch.setattr(Startup, "_patience", fail)
+    monkeypatch.setattr(Startup, "wait", fail)
     previous = signal.signal(signal.SIGQUIT, end)
     try:
         with pytest.raises(EndedByUpstream):
