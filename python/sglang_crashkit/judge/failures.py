@@ -100,6 +100,8 @@ class _Row(msgspec.Struct, kw_only=True):
             return None
         named = {name: value for name, value in found.groupdict().items() if value}
         # Another than the one that speaks.
+        if "holder" in named:
+            return {**named, "who": f"{named['holder']} (pid {named['pid']})"}
         return {**named, "who": f"TP{named['rank']}"} if "rank" in named else named
 
     def kind_at(self, is_started: bool) -> str:
@@ -384,7 +386,9 @@ class Failures:
             part = component_of(words=file) if is_own(error.frames[0]) else file.partition("/")[0] or None
         who = named.get("who") or row.who_is or event.who
         in_launch = "launch_server|cli/serve|entrypoints/(?:engine|http_server)"
-        is_launch = not is_started and any(re.search(in_launch, one.file) for one in frames)
+        is_launch = not is_started and any(
+            re.search(in_launch, one.file) or "run_module" in one.function for one in frames
+        )
         if not who and not is_started and role == "tokenizer":
             # What has the tokenizer's functions before it is ready is the server's own program.
             who = "main process" if is_launch else ""
@@ -396,6 +400,7 @@ class Failures:
             known = known or (event.side if part in _known("of_a_pair") else "") or (actors[-1] if actors else "")
             who = known or _only(self._case, event)
             who = who or ("" if event.is_cut and role == "scheduler" else role) or ("main process" if is_launch else "")
+            who = who or ("" if is_started else event.side)
             if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
                 who = " on ".join(filter(None, (who, gpu[0])))
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
@@ -473,7 +478,8 @@ class Failures:
             yield finding_of("only_warned", (float("inf"), 1), because, text=text)
         # A start that goes on was only warned.
         goes_on = event.at and not is_started and self._stages.get(event.who, (0.0, 0)) > event.place
-        if is_harmless or self._is_outlived(event) or goes_on:
+        is_end = _pattern("end_of_process").search(event.text)
+        if is_harmless or (self._is_outlived(event) and not is_end) or goes_on:
             return
         found = self._row_of(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
         if found is None:
@@ -493,18 +499,22 @@ class Failures:
             part = of_frames if part in _NOTICED and is_telling(of_frames) else part
         elif not who and (ended := self._next(self._exits, event)):
             who = ended.who
+        who = who or (self._fell_silent(event) if is_end else "")
         part = row.part_of(part)
         sides = (one for one in ("prefill", "decode") if one in event.text.lower() and one != event.side)
         who = next(sides, who) if kind == "peer_lost" else who
         side = event.side if part in _known("of_a_pair") else ""
         who = who or side or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
         is_blamed = row.blames and any(one.side not in ("", event.side) and one.error.type for one in self._raises)
+        # A neighbour's log beside that of a server which says itself why its start failed.
+        homes = {one.file for one in self._case.servers if one.values}
+        is_aside = bool(homes) and event.file not in homes and any(one.file in homes for one in self._raises)
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part,
             restart=row.restart_at(is_started or not (self._began or self._starts)), side=event.side, text=text,
             code=code, steps=_steps(row, named, event.text, self._case.arguments),
             way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True),
-            is_consequence=row.follows or is_blamed,
+            is_consequence=row.follows or is_blamed or (is_aside and not is_started),
             weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
 
@@ -591,6 +601,12 @@ class Failures:
             weight=39 if event.signal else 20,
         )  # fmt: skip
 
+    def _fell_silent(self, event: Event) -> str:
+        """Return the scheduler whose last batch is before an event, where several others go on; empty without one."""
+        last = {one.who: max(one.last_order, 0) for one in self._work if one.who and one.file == event.file}
+        silent = [who for who, order in last.items() if order < event.order]
+        return silent[0] if len(silent) == 1 and len(last) > 2 else ""
+
     def _closed(self) -> str:
         """Return the rank that NCCL's threads of the others say closed its connection; empty without one such rank."""
         texts = (one.text for one in self._case.events if isinstance(one, Line) and "closed by localRank" in one.text)
@@ -633,7 +649,7 @@ class Failures:
             others = (stack for stack in stacks if not is_there or "sglang/" in stack[0].file)
             parts = [component_of(stack, arguments=self._case.arguments) for stack in others]
             part = next(filter(is_telling, parts), part or next(filter(None, parts), None))
-        known = self._closed() or self._named(sample.pid)
+        known = self._closed() or self._named(sample.pid) or self._fell_silent(event)
         who = known or event.who or _only(self._case, event) or role or ("scheduler" if self._is_loading else "")
         is_told = known or sample.title or self._case.watched is not None or self._case.arguments.get("tp_size") == 1
         because = [_quoted(event, f"Fatal Python error: {event.fatal}"), *map(str, frames[:4])]

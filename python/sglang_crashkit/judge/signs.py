@@ -338,11 +338,18 @@ def _exchange(signs: Signs, _case: Case) -> Finding | None:
     )  # fmt: skip
 
 
-def _lost_peer(signs: Signs, _case: Case) -> Finding | None:
+def _lost_peer(signs: Signs, case: Case) -> Finding | None:
     if not (found := signs.all("lost_prefill", "no_bootstrap")):
         return None
     address = next((one.groups[1] for one in found if one.name == "lost_prefill"), "")
-    return finding_of("lost_prefill", found[0].event.place, _quote(*_once(found)[:3]), address=address, by=found[0].who)
+    place = found[0].event.place
+    again = [one.at for one in case.servers if one.values and one.side == "prefill" and one.place > place]
+    work = (one.last_at for one in case.progress if one.side == "decode" and one.kind == "decode")
+    is_forsaken = bool(again) and max(work, default=0.0) < again[-1]
+    return finding_of(
+        "lost_prefill", place, _quote(*_once(found)[:3]), address=address, by=found[0].who, is_forsaken=is_forsaken,
+        restart="yes" if is_forsaken else None,
+    )  # fmt: skip
 
 
 def _transfers(signs: Signs, case: Case) -> Finding | None:
