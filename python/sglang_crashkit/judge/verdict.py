@@ -61,6 +61,10 @@ def judge(case: Case) -> Verdict:
         steps += steps_of("before", line=" | ".join(text[:150] for text in before))
         part = component_of(words=" ".join(before), arguments=case.arguments) if chosen.kind == "aborted" else None
         verdict.component = verdict.component or part
+    earlier = (one for one in findings if one.where < chosen.where <= (one.where[0] + _BEFORE_S, chosen.where[1]))
+    led = next((one for one in earlier if one.kind != chosen.kind and one.weight > TELLING and one.because), None)
+    if led is not None and not led.is_calm and not chosen.is_calm:
+        steps += steps_of("led", line=led.because[0])
     for text, count in case.loudest if chosen.kind in _SILENT else ():
         worst = "unexplained" if chosen.kind == "unknown" else "loudest"
         steps += steps_of(worst, text=text[:170], count=count if count > 1 else None)
