@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 _MAX_MODES = 64
 #: The roles of which an event loop beats; the other roles beat with each message.
 _WITH_LOOPS = frozenset({"server", "tokenizer_worker"})
-#: A process that uses this share of a CPU does not wait: waiting for a message uses none, and a spinning process may
-#: get only a small share.
+#: A process that uses this share of a CPU does not wait: waiting uses none, and a spinning process may get little.
 _AWAKE = 0.05
 LONG_COLLECTION, SLOW_STEP = "long_collection", "slow_step"
 #: A slow step takes longer than this, in seconds, and longer than this many times the median of its mode.
