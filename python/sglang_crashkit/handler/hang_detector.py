@@ -39,7 +39,7 @@ _FIRST_BATCHES, _FIRST_FACTOR = 8, 3
 _COMPILING_FACTOR = 20
 #: A batch of up to this many tokens has the usual limit, a larger one more; upstream's chunks are no larger on any GPU.
 _USUAL_TOKENS = 16_384
-#: The share of the limit after which to look for compilers; between two of them, briefly none may run.
+#: Look for compilers from this share of the limit on, not only at the limit: it may fall between two compilers.
 _LOOK_FOR_COMPILERS = 0.5
 #: While the server ends: the silence of a rank that is a hang, the interval between looks, and the interval between
 #: snapshots, in seconds. A server that is asked to end may be killed 10 s later.
@@ -56,7 +56,7 @@ _SIGNS_OF_PROGRESS = 2
 
 
 class HangDetector:
-    """Detects hangs of one server from its heartbeats, whose clock it uses; writes them to the server's log."""
+    """Detects hangs of one server by its heartbeats, and `clock`, which is theirs; reports them in the server's log."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class Hang:
             self.run.take(Moment.CAPTURE)
             self._snapshots += 1
             self.take_silence()
-            # If a process went on during the snapshot, a later look shows whether the hang is over.
+            # If a process went on during the last snapshot, wait an interval: the hang may be over by then.
             are_silent = all(self._silent_in.get(one.process.pid) == self._snapshots for one in self._living)
         is_whole = are_silent and self._snapshots >= SNAPSHOTS
         if is_whole:
@@ -300,7 +300,7 @@ class Hang:
 
     @property
     def _living(self) -> list[Followed]:
-        """The heartbeats that still show progress: the process lives, and its heartbeat was not switched off."""
+        """The heartbeats that can still show progress: the process lives, and its heartbeat was not switched off."""
         return [one for one in self._heartbeats if one.process.exited_at is None and not one.sign.is_off]
 
     @property
