@@ -22,14 +22,14 @@ from sglang_crashkit.model.step import Step
 logger = logging.getLogger(__name__)
 
 _MAX_MODES = 64
-#: The roles of which an event loop beats; the other roles beat with each message.
+#: The roles whose processes beat in their event loop; the other roles beat with each message.
 _WITH_LOOPS = frozenset({"server", "tokenizer_worker"})
 #: A process that uses this share of a CPU does not wait: waiting uses none, and a spinning process may get little.
 _AWAKE = 0.05
 LONG_COLLECTION, SLOW_STEP = "long_collection", "slow_step"
 #: A slow step takes longer than this, in seconds, and longer than this many times the median of its mode.
 SLOW_SECS, SLOW_FACTOR = 5.0, 20.0
-#: A median needs at least this many steps.
+#: The least number of other steps for a meaningful median.
 _LEAST_STEPS = 8
 LOOK_SECS = 2.0
 #: The least seconds between two lines in the server's log for one kind of pause: most pauses affect all ranks.
@@ -87,7 +87,7 @@ class Followed:
         self.silent_secs = max(0.0, now - self.sign.at)
 
     def hold(self, seen_secs: float) -> None:
-        """Do not count the time since the last look."""
+        """Do not count the time since the last look, `seen_secs`, as silence."""
         self.silent_secs = max(0.0, self.silent_secs - seen_secs)
 
     def close(self) -> None:
