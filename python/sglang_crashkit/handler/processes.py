@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 OOM_AGE_SECS = 30.0
 #: Seconds within which most processes get their title, and between two reads of the titles of older processes.
 _YOUNG_SECS, _REREAD_SECS = 60.0, 4.0
-#: A server has started once no process was new for the first time, or no process of its own for the second, in seconds.
+#: Seconds without any new process, or without a new process of the server itself, after which the server has started.
 _QUIET_SECS, _LONG_SECS = 30.0, 300.0
 #: The most ancestors that are searched for the process of the server that started a process.
 _MAX_ANCESTORS = 8
-#: A child that died without a title is added to an incident that opens within the first time, in seconds. For the
-#: second time, it is kept, because the server may report that it failed. The last is the most that are kept.
+#: Seconds within which an incident that opens includes a child that died without a title; seconds for which such a
+#: child is kept, because the server may report that it failed; and the most such children that are kept.
 _UNEXPLAINED_SECS, _KEPT_SECS, _MAX_UNEXPLAINED = 60.0, 3600.0, 64
 _PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 #: More ranks than a server waits for on one machine; a number above every exit status and signal.
@@ -136,7 +136,7 @@ class ProcessTree:
         self._epoll = select.epoll()
         self._processes: dict[int, TrackedProcess] = {}
         self._unwatched: set[int] = set()
-        self._forgotten: dict[int, int] = {}  # start times by pid, while they are zombies
+        self._forgotten: dict[int, int] = {}  # start times of forgotten zombies by pid
         self.root = self._add(root_pid, is_root=True)
         self._changed_at = self._registered_at = self._aged_at = self._reread_at = time.monotonic()
 
@@ -359,7 +359,7 @@ class ProcessTree:
             oom_counter=cgroup.find_counter(pid),
         )
         self._processes[pid] = process
-        # One shot: an exit that was noticed otherwise must not be reported again and again.
+        # One shot: an exit that was noticed before the kernel reports it must not be reported at each poll.
         self._epoll.register(process.handle, select.EPOLLIN | select.EPOLLONESHOT)
         return process
 
@@ -396,7 +396,7 @@ def learn_ranks(
 
 
 def ended_before(tree: ProcessTree, process: TrackedProcess) -> Iterator[TrackedProcess]:
-    """Yield the root and the parent, if they ended unnoticed: the kernel may have killed the process because of it."""
+    """Yield the root and the parent if they ended unnoticed: the kernel may have killed the process because of that."""
     for earlier in (tree.root, process.parent):
         if earlier is not None and earlier is not process and earlier.exited_at is None and _has_ended(earlier):
             yield earlier
