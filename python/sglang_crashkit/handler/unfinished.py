@@ -48,8 +48,8 @@ SPOOL = ".spool-"
 #: Glob patterns of a process's evidence files in the incident's folder.
 _PIECES: dict[EvidenceKind, str] = {"stack": "stacks/*-{}.txt", "exception": "ranks/*-{}.exception.json"}
 _WORDS = "The crash handler was killed before it was done."
-#: Seconds after which a folder that is not locked is not about to be locked by its owner; and seconds after which its
-#: owner is done, on a file system without locks.
+#: Seconds after its last change in which the owner of a folder may still lock it; and, on a file system without locks,
+#: in which the owner may still write.
 AGE_SECS, _AGE_WITHOUT_LOCKS_SECS = 10.0, 300.0
 #: Seconds after which an incident with an unreadable log is finished without its facts.
 _AGE_UNREADABLE_SECS = 3600.0
@@ -89,7 +89,7 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
         finished += _finish_each(folders, incidents, time.monotonic() + _ALL_SECS)
         finished += _take_markers(incidents, opened.path, run, limits)
     for spool in _free_folders(incidents, SPOOL):
-        # The record of an exception may be in it.
+        # A spool with the record of an exception stays, because rmdir fails.
         if _is_of_a_dead_server(spool.name.removeprefix(SPOOL)) is not False:
             with contextlib.suppress(OSError):
                 spool.rmdir()
@@ -134,7 +134,7 @@ def _take_markers(incidents: Path, opened: Path, run: Path | None, limits: DiskL
             else:
                 yield _write_vanished(incidents, spool, marker, limits)
             with contextlib.suppress(OSError):
-                # The record of an exception may be in it.
+                # A spool with the record of an exception stays, because rmdir fails.
                 spool.rmdir()
         except Exception as error:  # noqa: BLE001 - an error with one server must not cost the others their incidents
             logger.warning("of the server whose marker is in %s there is no incident: %s", spool.name, error)
@@ -179,7 +179,7 @@ def remove_runtime_folders(run: Path) -> None:
 
 
 def _free_folders(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield this user's folders in `parent` that no other process has locked, each locked until the next."""
+    """Yield this user's folders in `parent` that no other process has locked, each locked until the next is taken."""
     for folder in _own_folders(parent, _MAX_FREE, prefix):
         lock = FolderLock(folder)
         try:
