@@ -158,7 +158,7 @@ class HeldMemory:
     def release(self, *, is_written: bool) -> None:
         """Release the memory of dead processes that the current incident includes, if the incident `is_written`.
 
-        Otherwise each killed tokenizer worker of a server that restarts them would stay in memory and in each incident.
+        If it were kept, each killed tokenizer worker that a server restarts would hold memory and be in each incident.
         """
         if is_written:
             for process in self.taken:
@@ -377,7 +377,7 @@ def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: f
 
 
 def _without_prompts(texts: Sequence[str], prompts: Sequence[str], deadline: float) -> list[str]:
-    """Return the texts without their parts of prompts; search many texts at once, as each search costs all prompts."""
+    """Return the texts without what they share with the prompts; search many at once: each search reads all prompts."""
     found: list[str] = []
     chunks, size = list[list[str]](), _AT_A_TIME
     for text in texts:
