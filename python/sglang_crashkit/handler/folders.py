@@ -150,7 +150,7 @@ def make_place(
     else:
         raise OSError(errno.EIO, "; ".join(warnings))
     place = Place(host_folder, spool, runtime, core_file, warnings=warnings)
-    # Don't access a disk that failed again.
+    # If the crash folder's disk failed, don't access it again.
     moved = crash_folder is not None and host_folder == fallback
     if core_file and not core_file.startswith("|"):
         _make_core_folder(place, crash_folder, make, moved=moved)
