@@ -4,8 +4,8 @@ The server's main process writes the log, because the crash handler has no descr
 resources the crash handler lacks.
 
 A child runs the command once the incident is complete; neither the server nor an incident waits for the child. If a
-container ends with its server, the child ends too. So the next crash handler on the same crash folder runs the command
-for the incidents of the last hour that it did not run for.
+container ends with its server, the child ends too. So the next crash handler on the same crash folder runs the commands
+that are missing for the incidents of the last hour.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 _LAST_LOOK_SECS = 5.0  # the longest time from the last GPU core to the answer
 _MAX_LINE, _MAX_UNSAID = 3000, 100
-_RECENT_SECS = 3600.0  # how old an incident may be for which the command is caught up on
+_RECENT_SECS = 3600.0  # the age up to which `catch_up` runs the command for an incident
 MAX_AT_ONCE = 4  # commands: the server may be in a crash loop, and commands may hang
 _AROUND_COMMAND_SECS = 30.0  # the longest time spent before and after a command, even on a busy machine
 #: Seconds between checks of whether a command has ended.
 _LOOK_SECS = 2.0
 #: The size limit of the child's output, which is a line or two, in bytes.
 _MAX_OUTPUT = 1 << 20
-#: How many descriptors are held back, more than one incident takes at a time; and more than a handler ever has.
+#: Descriptors held back, more than an incident needs at once; and the highest limit, more than a handler ever needs.
 _HELD_BACK, _MAX_DESCRIPTORS = 48, 1 << 16
 _WORDS = {
     errno.EMFILE: ("file descriptors", "raise the limit of open files (ulimit -n)"),
