@@ -199,7 +199,7 @@ class MetricsPublisher:
         return json.dumps(new).encode()
 
     def take_answer(self, wait_secs: float) -> None:
-        """Take the child's answer; if there is none within `wait_secs`, as when its disk does not answer, kill it."""
+        """Take the child's answer; kill the child if it does not answer within `wait_secs`, as on a disk that hangs."""
         call, self._call = self._call, None
         if call is None:
             return
