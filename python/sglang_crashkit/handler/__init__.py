@@ -1,1 +1,1 @@
-"""The crash handler: a small process beside the server, which gathers the evidence of what happens to it."""
+"""The crash handler: a small process beside the server that gathers evidence of the server's failures."""

@@ -1,7 +1,7 @@
 """The crash handler's process: ``python -m sglang_crashkit.handler``, started by the engine and never by hand.
 
-It leaves the server's process tree first, so that nothing that kills the tree kills the evidence. The server reads its
-standard output until one line says that it is ready and where it works, or why it is not.
+It first leaves the server's process tree, so that a kill of the tree does not cost the evidence. The server reads its
+standard output up to one line, which reports that the handler is ready and where it works, or why it is not ready.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from sglang_crashkit.visible import visible
 
 logger = logging.getLogger("sglang_crashkit.handler")
 
-#: The first child has nothing to do but to write a small file, in seconds.
+#: The longest wait for the first child, which only writes a small file, in seconds.
 _FIRST_CHILD_SECS = 5.0
-#: A server that crashes at every start writes a few lines each time, and what fails every second, one each second.
+#: The log's size limit: a server may crash at every start and write a few lines each time, or fail once a second.
 _MAX_LOG_BYTES = 1 << 20
 _MAX_RECORD = 1 << 16
 
 
 def main() -> int:
-    """Run until the server is gone and its incident is whole."""
+    """Run until the server is gone and its incident is complete."""
     parser = argparse.ArgumentParser(prog="sglang_crashkit.handler", description=__doc__)
     parser.add_argument("--server-pid", type=int, required=True)
     parser.add_argument("--socket-fd", type=int, required=True)
@@ -57,19 +57,19 @@ def main() -> int:
     alive, closed_at_its_end = os.pipe()
     handler_pid = os.fork()
     if handler_pid:
-        # The first child ends at once, and the handler has another parent than the server, which waits for that end:
-        # from then on the server's processes know whom they let trace them.
+        # The first child exits at once, so that the server is not the handler's parent. The server waits for that exit:
+        # from then on, its processes can read here which process they let trace them.
         with contextlib.suppress(OSError):
             write_private(args.runtime / HANDLER_PID, str(handler_pid).encode())
         os._exit(0)
-    # An orchestrator that ends the server signals the whole group or container; the evidence is written after that.
+    # An orchestrator that ends the server signals the whole group or container, but evidence is written after that.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
-    # Its children are its own to reap, whatever it inherited.
+    # The handler reaps its own children, even if it inherited another disposition.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     setproctitle.setproctitle("sglang::crash_handler")
     os.close(closed_at_its_end)
-    # What it writes may not come into a folder that is being removed: the server may be gone by now.
+    # Wait for the first child to exit: it must not write into the runtime folder while this process removes that.
     select.select([alive], [], [], _FIRST_CHILD_SECS)
     os.close(alive)
     with contextlib.ExitStack() as undo:
@@ -77,7 +77,7 @@ def main() -> int:
         try:
             return _serve(args, undo)
         except Exception as error:
-            # Before it is known that there is no handler; a reader has one line.
+            # Clean up before the server learns that there is no handler. The answer must be one line.
             undo.close()
             _answer(error=" ".join(f"{type(error).__name__}: {error}".split()))
             logger.exception("the crash handler cannot work")
@@ -85,12 +85,12 @@ def main() -> int:
 
 
 def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
-    # What has them in an option or a variable of the server is written nowhere.
+    # Secrets in the server's options and environment variables must not be written anywhere.
     learn(secrets_of_mapping(os.environ) | secrets_of_arguments(procfs.read_cmdline(args.server_pid)))
     place = make_place(args.crash_folder, args.runtime, args.core_file, args.flight_folder)
     if args.core_file:
         os.environ["CUDA_COREDUMP_FILE"] = place.core_file
-    # By it others know that the spool is in use.
+    # The lock shows other handlers that the spool is in use.
     lock = FolderLock(place.spool)
     undo.callback(lock.release)
     with contextlib.suppress(OSError):
@@ -126,25 +126,25 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
                     say(f"an earlier server of this host ended without a word: incident {path}")
             handler.session.commands.catch_up(folder / "incidents")
         except Exception:
-            # Whatever another handler left, this server is watched.
+            # An error with another handler's leftovers must not keep this handler from watching its server.
             logger.exception("what earlier crash handlers left in %s stays as it is", folder)
     remove_runtime_folders(args.runtime.parent)
     if left := left_by_others():
         say(left)
-    # From here on the handler cleans up itself: while the server lives, its ranks use what is there.
+    # From here on, `CrashHandler.run` removes the folders: while the server lives, its ranks use them.
     undo.pop_all()
     handler.run()
     return 0
 
 
 def _remove_if_own(runtime: Path) -> None:
-    """Remove the runtime folder, unless the server gave this handler up and started another one at the same place."""
+    """Remove the runtime folder, unless the server gave up this handler and started another one in the same place."""
     if read_handler_pid(runtime) == os.getpid():
         shutil.rmtree(runtime, ignore_errors=True)
 
 
 def _answer(**fields: Any) -> bool:
-    """Tell the server in a line of JSON what became of this process, and say whether it was heard."""
+    """Report to the server in one line of JSON whether this handler is ready; return whether the line was written."""
     try:
         os.write(sys.stdout.fileno(), json.dumps(fields).encode() + b"\n")
     except OSError:
@@ -153,7 +153,7 @@ def _answer(**fields: Any) -> bool:
 
 
 class LogFile(logging.Handler):
-    """Has all that this process prints in a file, and begins another one where it is long: it may serve for months."""
+    """Redirects this process's output to a file, and begins a new file when it is long: a server may run for months."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -163,14 +163,14 @@ class LogFile(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
         try:
-            # Nothing in a record passes for another one.
+            # Indent the lines of a record, so that none passes for another record.
             text = visible(redact_text(self.format(record)[:_MAX_RECORD])).replace("\n", "\n    ")
             self._written += sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
             if self._written > _MAX_LOG_BYTES:
                 self._begin()
         except (OSError, ValueError):
-            # The disk is full, say: there is nowhere to report it.
+            # There is nowhere to report an error such as a full disk.
             return
 
     def _begin(self) -> None:

@@ -1,6 +1,6 @@
-"""What an incident concludes from its evidence as it is finished: suspects, repeats and the cause.
+"""Conclude a finished incident from its evidence: the verdict, the suspects, repeats of the fault, and the cause.
 
-A repeat of a known fault is counted, and has no GPU cores; of its stacks only those of the first failure are kept.
+A repeat of a known fault is counted. It has no GPU cores, and keeps only the stacks of the process that failed first.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ from sglang_crashkit.view.markdown import format_summary, format_termination_mes
 
 logger = logging.getLogger(__name__)
 
-#: Of so many requests that were not answered, the newest, the suspects are chosen.
+#: The suspects are chosen from at most this many unanswered requests, the newest ones.
 _MAX_UNANSWERED = 2000
-#: What each of the requests asks for is looked at for so long at most, in seconds.
+#: The time limit for reading what all the requests ask for, in seconds.
 LOOK_SECS = 1.0
-#: Of a request's line, with its prompt, and of a process's log.
+#: The most bytes that are read of a request's line, with its prompt, and of a process's log.
 _MAX_LINE = _MAX_LOG = 4 << 20
-#: How the line of a request begins, unless its id is longer than any that is looked for.
+#: The beginning of a request's line; it does not match an id that is longer than any searched for.
 _LINE = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "(\w+)"')
 
 
 class Conclusion(msgspec.Struct):
-    """What is made of an incident that is whole."""
+    """The verdict and the documents of an incident whose evidence is complete."""
 
     document: dict[str, Any]  # see `Incident.to_json`
     summary: str  # ``summary.md``
-    status: int | None  # the exit status that it stands for; see `exit_status_of`
-    lines: list[str]  # what the server's own log says of it, where the server goes on
-    ending_lines: list[str]  # the same where the server ends with the status
-    message: str  # of the container's termination
-    is_redacted: bool = False  # the document was searched for secrets, which the texts always are
-    spare: list[str] = []  # the files that are of no use any more, relative to the folder
+    status: int | None  # the exit status for this incident; see `exit_status_of`
+    lines: list[str]  # the lines for the server's own log if the server goes on
+    ending_lines: list[str]  # the lines for the log if the server ends with `status`
+    message: str  # the termination message of the container
+    is_redacted: bool = False  # the document was searched for secrets; the texts always are
+    spare: list[str] = []  # the files that are no longer needed, relative to the folder
 
 
 def conclude(
     incident: Incident, folder: IncidentFolder, keep: int, begun: Collection[str], *, again: bool
 ) -> Conclusion:
-    """Judge an incident and render it; for the first time count its fault, see `count_repeat`, or do it `again`.
+    """Judge an incident and render it. Unless this is done `again`, also count its fault; see `count_repeat`.
 
-    It takes a verdict of the judge's, and what users of the server wrote: so it runs in a child with a deadline.
+    Call this in a child with a deadline: it runs the judge, and processes what users of the server wrote.
     """
     incident.divergence = _disagreement(incident, folder.path) or incident.divergence
     incident.verdict, spare = judge(incident, folder.path), list[str]()
@@ -81,9 +81,9 @@ def conclude(
         try:
             spare = count_repeat(incident, folder, keep, begun)
         except Exception:
-            # It is kept in full.
+            # The incident is then kept in full.
             logger.exception("whether the fault was seen before is not known")
-    # It asks what all of the above found.
+    # The explanation depends on all of the above.
     incident.cause = explain(incident, folder.path)
     shown, status = incident.shown(), exit_status_of(incident)
     path = "not written" if folder.problem else str(folder.final_path)
@@ -102,13 +102,13 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int, begun: C
     """Count the fault of a judged incident that is about to be written for the last time.
 
     Args:
-        incident: judged.
-        folder: the incident's.
-        keep: how many incidents of a fault are kept in full a day; 0 for all.
+        incident: the judged incident.
+        folder: the incident's folder.
+        keep: how many incidents of a fault are kept in full per day; 0 for all.
         begun: the ids of the requests that were in a step of a rank.
 
     Returns:
-        The files that are of no use any more, relative to the folder.
+        The files that are no longer needed, relative to the folder.
     """
     shown = incident.shown()
     fault = fault_of(shown) if not folder.problem else None
@@ -120,16 +120,16 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int, begun: C
     if not is_by_others(incident):
         first = incident.first_failure
         unanswered = _unanswered(folder.path / REQUESTS, begun if first is not None and first.is_rank else ())
-    # Of a large batch any may be the one.
+    # Any request of a large batch may be at fault.
     candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
     deadline = time.monotonic() + LOOK_SECS
     asked, aborted = dict[str, Asked](), set[str]()
-    # Not all at once in memory: their prompts may be long.
+    # Don't hold all of them in memory at once: their prompts may be long.
     for rid, fields in _fields_of([one.rid for one in candidates], folder.path / REQUESTS, deadline):
         asked[rid] = Asked(fingerprint_of(fields), frozenset(parameters_of(fields)))
         if was_aborted_before(fields, shown):
             aborted.add(rid)
-    # Of some of them it is not known that no other one asks for something.
+    # After the deadline some requests are unread, so no parameter can be said to be of one request only.
     compared = asked if time.monotonic() <= deadline else {}
     ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS) or ([], 0)
     rids = [one.rid for one in reversed(ranked)]
@@ -153,15 +153,15 @@ def name_suspects(
     asked: Mapping[str, Asked] | None = None,
     unanswered: Sequence[str] = (),
 ) -> None:
-    """Put the suspects into an incident, see `suspects_of`, and what control request each rank worked on.
+    """Set the suspects of an incident (see `suspects_of`), and the control request that each rank worked on.
 
-    Where they cannot be judged, those that were named before stay.
+    If they cannot be judged, the earlier suspects stay.
     """
     judged = _judged(incident, seen, asked, unanswered, MAX_SUSPECTS)
     if judged is not None:
         suspects, left_out = judged
         if is_of_no_request(incident):
-            # But one whose like was there before, where each time too much memory was asked for.
+            # Except for OOM kills: a request like one of an earlier incident may need too much memory each time.
             is_memory = incident.verdict is not None and incident.verdict.kind == "oom_kill"
             suspects, left_out = [one for one in suspects if is_memory and one.rid in (seen or {})], 0
         incident.suspects, incident.suspects_left_out = suspects, left_out
@@ -174,29 +174,29 @@ def _judged(
     unanswered: Sequence[str],
     most: int,
 ) -> tuple[list[Suspect], int] | None:
-    """Return so many of the suspects, the most suspicious first, and how many more there are; None where it fails."""
+    """Return at most `most` suspects, the most suspicious first, and how many more there are; None if that fails."""
     try:
         for process in incident.processes:
             process.control = control_of(process) if process.is_rank else ""
         return suspects_of(incident, seen, asked, unanswered, most)
     except Exception:
-        # What is known beside it is worth more.
+        # The incident's other facts are worth more than the suspects.
         logger.exception("the requests of the last step cannot be judged")
         return None
 
 
 def _unanswered(path: Path, begun: Collection[str]) -> list[str]:
-    """Return the ids of the newest requests that were not answered, latest first, without those of `begun`."""
-    # Those that were not answered stand first in the file.
+    """Return the ids of the newest unanswered requests, latest first, without those in `begun`."""
+    # The unanswered requests come first in the file.
     unfinished = takewhile(lambda one: one[0] == b"unfinished", _requests_in(path))
     newest = deque((rid for _state, rid, _line in unfinished if rid not in begun), _MAX_UNANSWERED)
     return [*reversed(newest)]
 
 
 def _fields_of(rids: Collection[str], path: Path, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what the incident has of some requests, and their ids; of two with one id what was not answered counts.
+    """Yield the ids and fields of some requests of the incident; of two with the same id, the unanswered one.
 
-    No line is read after `deadline`, by the monotonic clock.
+    Reading stops at `deadline`, by the monotonic clock.
     """
     left = set(rids)
     for _state, rid, line in _requests_in(path) if left else ():
@@ -212,10 +212,10 @@ def _fields_of(rids: Collection[str], path: Path, deadline: float) -> Iterator[t
 
 
 def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
-    """Yield state, id and line of each request in a file; one with an overlong id, or none, is left out."""
+    """Yield the state, id and line of each request in a file; skip requests whose id is overlong or missing."""
     with contextlib.suppress(OSError), open_regular(path) as file:
         for line in iter(lambda: file.readline(_MAX_LINE), b""):
-            # The prompts may be long.
+            # Match only the beginning of the line: the prompt may be long.
             told = _LINE.match(line)
             if told is not None:
                 with contextlib.suppress(ValueError):
@@ -223,7 +223,7 @@ def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
 
 
 def _give_up_stacks(incident: Incident) -> Iterator[str]:
-    """Take the stacks out of the incident, except those of the process that failed first, and yield their files."""
+    """Remove the stacks from the incident, except those of the process that failed first; yield the files' names."""
     assert incident.fault is not None
     for report in incident.processes:
         for piece in report.evidence:
@@ -234,7 +234,7 @@ def _give_up_stacks(incident: Incident) -> Iterator[str]:
 
 
 def _disagreement(incident: Incident, folder: Path) -> Divergence | None:
-    """Return what SGLang's own checker found, by the logs of ranks that it ended; None where it ended none."""
+    """Return the divergence that SGLang's checker found, by the logs of the ranks that it ended; None without one."""
     told = {}
     for one in incident.processes:
         path = next((piece.path for piece in one.evidence if piece.kind == "log" and piece.path), None)

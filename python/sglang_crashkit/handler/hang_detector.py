@@ -1,13 +1,12 @@
-"""Notice a hang by itself: the processes without which no request is answered beat.
+"""Detect hangs from the heartbeats of the processes that the server needs to answer requests.
 
-Every scheduler beats in each round of its event loop, idle, busy or paused, at least once a second; the event loop of
-each tokenizer manager once a second; a detokenizer with each message. One that is silent for
-``SGLANG_CRASHKIT_HANG_SECS`` hangs, and so do those that wait for it. That becomes one observed incident of kind
-``hang`` with several snapshots, which says when the server goes on. ``docs/hangs.md`` has what is no hang, and what has
-more time. A scheduler that cannot be followed is seen by the silence of those that wait for it.
-
-Where the stacks then say that the rank which the others wait for is at work, the incident says *busy*. It is withdrawn
-when the server goes on, and taken for a hang after a long time.
+Each scheduler beats in each round of its event loop, idle, busy or paused, at least once a second. The event loop of
+each tokenizer manager beats once a second; a detokenizer beats with each message. A process that is silent for
+``SGLANG_CRASHKIT_HANG_SECS`` hangs, and so do the processes that wait for it. The hang becomes one observed incident of
+kind ``hang`` with several snapshots, which records when the server goes on. ``docs/hangs.md`` lists what is not a hang
+and what has more time. The hang of a scheduler without a heartbeat shows in the silence of the processes that wait for
+it. If the stacks show that the rank which the other ranks wait for is at work, the incident's verdict is *busy*. A busy
+incident is withdrawn when the server goes on; after a long time, a hang incident replaces it.
 """
 
 from __future__ import annotations
@@ -29,35 +28,35 @@ from sglang_crashkit.settings import Settings
 logger = logging.getLogger(__name__)
 
 _LONGEST_INTERVAL_SECS = 2.0
-#: Rounds of an idle server take up to one second; no silence that is shorter than this is a hang.
+#: No shorter silence is a hang: a round of an idle server takes up to one second.
 _SHORTEST_SECS = 2.0
-#: Control requests move all the weights: so many times as long they may take.
+#: The limit for a silence during a control request is this many times as long: it may move all the weights.
 _BUSY_FACTOR = 10
-#: The first batches compile kernels, also without a process that is a compiler. With the default that is a hang after
-#: 180 s, whose stacks are on disk before upstream's watchdog ends the server, after 300 s.
+#: The first batches may compile kernels without a compiler process, so their limit is this many times as long: 180 s by
+#: default. The stacks of a hang are then on disk before upstream's watchdog ends the server, after 300 s.
 _FIRST_BATCHES, _FIRST_FACTOR = 8, 3
-#: FlashInfer's and DeepGEMM's larger kernels take nvcc minutes each.
+#: The largest factor, such as while a compiler runs: nvcc takes minutes for a large kernel of FlashInfer or DeepGEMM.
 _COMPILING_FACTOR = 20
-#: So many tokens at once have the usual time; upstream's chunks have no more on any GPU. More have more.
+#: A batch of up to this many tokens has the usual limit, a larger one more; upstream's chunks are no larger on any GPU.
 _USUAL_TOKENS = 16_384
-#: Share of the time from which on compilers are looked for; between two of them there may be none for a moment.
+#: Look for compilers from this share of the limit on, not only at the limit: it may fall between two compilers.
 _LOOK_FOR_COMPILERS = 0.5
-#: A server that is asked to end may be killed 10 s later: from then on a rank that gives no sign for so many seconds is
-#: a hang, which is looked for so often, and whose snapshots follow each other so fast, in seconds.
+#: While the server ends: the silence of a rank that is a hang, the interval between looks, and the interval between
+#: snapshots, in seconds. A server that is asked to end may be killed 10 s later.
 _AT_END_SECS, _LOOK_AT_END_SECS, _SNAPSHOT_AT_END_SECS = 3.0, 0.5, 1.0
-#: What proved to be busy, as the server is asked to end, is looked at again after this time, in seconds.
+#: While the server ends, seconds from a verdict *busy* until the next incident of a hang may open.
 _BUSY_AT_END_SECS = 5.0
-#: Where no incident could be begun, it is tried again after this time, in seconds.
+#: Seconds until the next try if no incident could be opened.
 _RETRY_SECS = 10.0
-#: One that is silent for this share of the time that another was, hangs with it.
+#: A process that was silent for this share of the longest silence belongs to the same hang.
 _TOGETHER = 0.5
 SNAPSHOTS, SNAPSHOT_INTERVAL_SECS = 3, 2.0
-#: One sign is not yet a server that goes on: the batch that was stuck may end, and the next one not.
+#: One sign does not show that the server goes on: the stuck batch may end, and the next batch be stuck.
 _SIGNS_OF_PROGRESS = 2
 
 
 class HangDetector:
-    """Decides by the heartbeats of one server, and by their clock, whether it hangs; says so in the server's log."""
+    """Detects hangs of one server by its heartbeats, and `clock`, which is theirs; reports them in the server's log."""
 
     def __init__(
         self,
@@ -92,10 +91,10 @@ class HangDetector:
         return min(_LOOK_AT_END_SECS if self._is_at_end else _LONGEST_INTERVAL_SECS, self._hang_secs / 10)
 
     def act_on_time(self) -> float:
-        """Do what is due by now, and return when something is due next, by the monotonic clock."""
+        """Run the due steps, and return when the next is due, by the monotonic clock."""
         if self._is_at_end and not self._was_at_end and self._hang is None:
-            # It may be killed soon: what was silent before counts at once. It may be no more than a long batch, so the
-            # incident is removed where the schedulers go on, or the server ends in good order, before it is whole.
+            # The server may be killed soon, so silence before SIGTERM counts at once. It may be only a long batch, so
+            # the incident is removed if the schedulers go on, or the server ends in good order, before it is complete.
             self._heartbeats.silent(_AT_END_SECS)
             self._looked_at, self._not_before = self._clock(), 0.0
             self._look(0.0)
@@ -103,7 +102,7 @@ class HangDetector:
         now, last_look = self._clock(), self._last_look
         if self._heartbeats.followed and now >= last_look + self._interval_secs:
             self._looked_at = now
-            # A look that comes late saw nothing of what it missed.
+            # The handler observed nothing while a look was overdue, so count at most two intervals as silence.
             self._look(min(now - last_look, 2 * self._interval_secs))
         if self._hang is not None and self._clock() >= self._hang.next_snapshot:
             self._go_on(self._hang)
@@ -113,9 +112,9 @@ class HangDetector:
         return look if self._hang is None else min(look, self._hang.next_snapshot)
 
     def _go_on(self, hang: Hang) -> None:
-        """Take the snapshot of a hang that is due; after the last one, finish its incident."""
+        """Take the due snapshot of a hang; after the last one, finish its incident."""
         if self._session.writing_cores:
-            # A snapshot may signal the processes.
+            # A snapshot may signal a process, which must not happen while a core is written.
             hang.next_snapshot = self._clock() + self._interval_secs
         elif not hang.run.is_open:
             hang.next_snapshot = float("inf")
@@ -151,19 +150,19 @@ class HangDetector:
                 return
             limit = self._limit_secs * self._patience(states)
             late = [one for one in heartbeats if one.silent_secs >= limit]
-            # Where no scheduler is late itself, none is counted into a hang of the processes beside them.
+            # If no scheduler exceeds its own limit, a hang of other processes includes no schedulers.
             patient = () if late else heartbeats
-            # The main process may wait for its schedulers as it ends.
+            # While the server ends, the main process may wait for its schedulers.
             others = [one for one in others if not (self._is_at_end and one.process.is_root)]
             late += [one for one in others if one.silent_secs >= self._limit_secs]
             silent = by_last_sign(late)
-            # The loop of one beside the schedulers goes on between two of its beats.
+            # The other processes beat only once a second; between two beats, a standing heartbeat is no sign of a hang.
             stuck = (one for one in everybody if one.is_rank or one.silent_secs > 2 * BEAT_SECS)
             together = by_last_sign(one for one in stuck if one.silent_secs >= _TOGETHER * longest)
             if self._hang is None:
                 is_compiling = self._is_compiling(together, longest, limit)
                 if silent and not is_compiling and self._looked_at >= self._not_before:
-                    # A rank with a longer limit can be the only one that was silent for half as long as the longest.
+                    # `together` can hold only ranks with a longer limit; then report the late processes instead.
                     trigger = "silent_at_sigterm" if self._is_at_end else "no_progress"
                     self._begin([one for one in together if one not in patient] or silent, trigger)
             elif silent:
@@ -175,7 +174,7 @@ class HangDetector:
             self._end(self._hang)
 
     def _end(self, hang: Hang) -> None:
-        # Otherwise it is over because they are dead.
+        # Without a scheduler to follow, the hang is over because they died.
         goes_on = bool(self._heartbeats.followed)
         if goes_on and hang.run.is_open:
             hang.judge_silence()
@@ -193,7 +192,7 @@ class HangDetector:
         self._hang = self._session.hang = None
 
     def _is_excused(self, states: dict[int, str]) -> bool:
-        """Say whether there is a reason for silence that is not the schedulers', with these states, by pid."""
+        """Return whether silence has a cause outside the schedulers; `states` are their process states by pid."""
         root, shutdown = self._tree.root, self._session.triage.shutdown
         if shutdown.gone_at is not None or shutdown.expected & {root.pid, *states} or self._is_starting():
             return True
@@ -201,7 +200,7 @@ class HangDetector:
         return stopped_as_a_whole or "t" in states.values()
 
     def _is_starting(self) -> bool:
-        """Say whether a scheduler may not be ready yet; where one has begun a batch, all are."""
+        """Return whether a scheduler may not be ready yet; once any has begun a batch, all are ready."""
         heartbeats = self._heartbeats
         if any(heartbeat.sign.batches for heartbeat in heartbeats.followed.values()):
             return False
@@ -209,24 +208,24 @@ class HangDetector:
         return any(process.role == "scheduler" and process.pid not in known for process in self._tree.alive())
 
     def _patience(self, states: dict[int, str]) -> int:
-        """Return by what the time is multiplied after which a silence is a hang."""
-        # Whatever one that is stopped has to do, it does not do it.
+        """Return the factor for the limit after which a silence is a hang."""
+        # A stopped process does not work, so its work is no reason for a longer limit.
         running = (pid for pid, state in states.items() if state != "T")
         signs = [self._heartbeats.followed[pid].sign for pid in running]
         if any(sign.is_busy and not sign.in_batch for sign in signs):
             return _BUSY_FACTOR
         working = [sign for sign in signs if sign.in_batch]
-        # As the server is asked to end there is no time for that: the stacks say whether one compiles.
+        # While the server ends there is no time for this factor; the stacks show whether a rank compiles.
         is_first = not self._is_at_end and any(sign.batches <= _FIRST_BATCHES for sign in working)
         first = _FIRST_FACTOR if is_first else 1
         longest = max((sign.tokens for sign in working), default=0)
         return max(first, min(longest // _USUAL_TOKENS, _COMPILING_FACTOR))
 
     def _is_compiling(self, silent: list[Followed], longest: float, limit: float) -> bool:
-        """Say whether a compiler ran lately for a silent scheduler, as long as that may take."""
+        """Return whether a compiler recently ran for a silent scheduler; False once that takes too long."""
         if longest < _LOOK_FOR_COMPILERS * limit or longest >= _COMPILING_FACTOR * self._hang_secs:
             return False
-        # The schedulers' own are among the descendants of the main process.
+        # Only schedulers: the compilers of all schedulers are descendants of the main process.
         if any(has_compiler(one.process.pid) for one in silent if one.is_rank):
             self._compiled_at = self._looked_at
         return self._looked_at - self._compiled_at < limit
@@ -237,14 +236,14 @@ class HangDetector:
         its = Seen("observed", process.pid, process.role, kind="hang", trigger=trigger, secs=secs, withdrawable=at_end)
         run = self._session.open_observed(its, process)
         if run is None:
-            # Something worse is under way, or there is no room for it.
+            # A worse incident is in progress, or this one could not be opened.
             self._not_before = self._looked_at + _RETRY_SECS
             return
         interval_secs = _SNAPSHOT_AT_END_SECS if at_end else SNAPSHOT_INTERVAL_SECS
         self._hang = Hang(run, longest, self._clock, interval_secs)
         self._hang.spread(silent)
         self._session.hang = run
-        # Only now: for it exits are taken in, and one of them is an incident of its own, which refers to this one.
+        # Only after `session.hang` is set: the capture handles exits, and an incident of an exit refers to this hang.
         self._session.capture()
         self._hang.take_silence()
         logger.info("%d process(es) made no progress for %.1f s", len(silent), longest)
@@ -261,11 +260,11 @@ class Hang:
         self._heartbeats: list[Followed] = []
         self._snapshots = 1
         self._silent_in: dict[int, int] = {}  # the last snapshot in which each was silent, by pid
-        self.ended = ""  # that the server goes on and since when, in words; empty before
-        self.next_snapshot = clock() + interval_secs  # when it is due, by the clock
+        self.ended = ""  # the sentence that progress returned, and after how long; empty before
+        self.next_snapshot = clock() + interval_secs  # when the next snapshot is due, by the clock
 
     def spread(self, silent: Iterable[Followed]) -> None:
-        """Take in the processes that are silent, those that are not in it yet."""
+        """Add the silent processes that the hang does not include yet."""
         for heartbeat in silent:
             if heartbeat not in self._heartbeats:
                 heartbeat.signs = 0
@@ -274,24 +273,24 @@ class Hang:
                 self.run.add_silence(heartbeat.process, sign, heartbeat.silent_secs, heartbeat.how)
 
     def take_silence(self) -> None:
-        """Take in who did not go on while a snapshot was taken: only of these it shows what they hang in."""
+        """Record which processes stayed silent during a snapshot: only for these it shows where they hang."""
         silent = [one for one in self._living if not one.signs and not (one.is_rank and one.last() != one.sign)]
         self._silent_in |= dict.fromkeys((one.process.pid for one in silent), self._snapshots)
 
     def judge_silence(self) -> None:
-        """Judge what those that go on by now did as long as they were silent."""
+        """Drop the snapshots taken after the processes went on, and judge the rest."""
         for one in self._heartbeats:
             self.run.drop_snapshots(one.process, self._silent_in.get(one.process.pid, 0))
         self.run.ask()
 
     def take_snapshot(self) -> bool:
-        """Take the snapshot that is due, and say whether all are there, and judged."""
+        """Take the due snapshot; return whether all snapshots were taken and judged."""
         are_silent = True
         if self._snapshots < SNAPSHOTS:
             self.run.take(Moment.CAPTURE)
             self._snapshots += 1
             self.take_silence()
-            # Of one that went on meanwhile it is known soon whether that was all.
+            # If a process went on during the last snapshot, wait an interval: the hang may be over by then.
             are_silent = all(self._silent_in.get(one.process.pid) == self._snapshots for one in self._living)
         is_whole = are_silent and self._snapshots >= SNAPSHOTS
         if is_whole:
@@ -301,17 +300,17 @@ class Hang:
 
     @property
     def _living(self) -> list[Followed]:
-        """Those of which something is known yet: they live, and their heartbeat was not switched off."""
+        """The heartbeats that can still show progress: the process lives, and its heartbeat was not switched off."""
         return [one for one in self._heartbeats if one.process.exited_at is None and not one.sign.is_off]
 
     @property
     def is_busy(self) -> bool:
-        """Whether the stacks say that the schedulers are at work."""
+        """Whether the stacks show that the schedulers are at work."""
         verdict = self.run.incident.verdict
         return verdict is not None and verdict.kind == "busy"
 
     def is_over(self) -> bool:
-        """Say whether all that hung go on or are dead; those that go on are noted in the incident, finished or not."""
+        """Return whether all processes of the hang go on or died; note which go on, even in a finished incident."""
         living = self._living
         if any(heartbeat.signs < _SIGNS_OF_PROGRESS for heartbeat in living):
             return False
@@ -324,7 +323,7 @@ class Hang:
         return True
 
 
-#: As the kernel names them, in at most 15 bytes.
+#: Names of compilers and build tools as the kernel has them, in at most 15 bytes.
 _COMPILERS = frozenset(
     {"as", "c++", "cc1", "cc1plus", "cicc", "clang", "clang++", "cmake", "collect2", "cudafe++", "fatbinary", "g++"}
     | {"gcc", "hipcc", "ld", "ld.lld", "lld", "make", "ninja", "nvcc", "nvlink", "ptxas"}
@@ -332,7 +331,7 @@ _COMPILERS = frozenset(
 
 
 def has_compiler(pid: int) -> bool:
-    """Say whether a compiler, or a tool that runs some, is among the descendants of a process."""
+    """Return whether a descendant of a process is a compiler or a tool that runs compilers."""
     for descendant in procfs.TreeScanner(pid).scan() - {pid}:
         stat = procfs.read_stat(descendant)
         if stat is not None and stat.state not in ("Z", "X") and stat.comm in _COMPILERS:

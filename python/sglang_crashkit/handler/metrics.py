@@ -1,8 +1,8 @@
-"""Tell Prometheus how the server and its crash handler are: in SGLang's own ``/metrics``, and in a file.
+"""Publish metrics of the server and its crash handler for Prometheus: in SGLang's own ``/metrics``, and in a file.
 
 The server's main process shows them at ``/metrics`` (see `srt.metrics`). The file, for the textfile collector of
-node_exporter, is there where the server is down, too. A short-lived child counts what is on disk, which may not answer,
-and imports prometheus_client, which the crash handler has no memory for.
+node_exporter, also exists while the server is down. A short-lived child counts the incidents on disk, because the disk
+may not answer, and imports prometheus_client, which takes more memory than the crash handler may use.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ logger = logging.getLogger(__name__)
 
 FILE = "SGLANG_CRASHKIT_METRICS_FILE"
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
-#: Prometheus asks every 15 to 60 s.
+#: Seconds between two measurements: Prometheus scrapes every 15 to 60 s.
 INTERVAL_SECS = 15.0
 FIRST_SECS = 2.0
-#: At its end the handler waits so long for the last file, in seconds.
+#: The longest that the handler waits at its end for the last file to be written, in seconds.
 _LAST_SECS = 3.0
-#: So many incidents are read for their cause at a time; the rest follow.
+#: At most this many incidents are read for their causes at a time; the next times read the rest.
 _MAX_READ = 100
 _MAX_KNOWN = 10_000
 _UNREAD = "unread"
 _PREFIX = "sglang_crashkit_"
 
-#: A gauge: its name, what it is, and its samples, each of labels and a value.
+#: A gauge: its name, its help text, and its samples, each with labels and a value.
 Gauge = tuple[str, str, list[tuple[dict[str, str], float]]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the handler knows without a disk."""
+    """The values that the handler measures without reading a disk."""
 
-    port: str  # which server it is, of those on this host
+    port: str  # identifies the server among those on this host
     is_up: bool  # the handler lives
     seconds: float  # when it was measured, since the epoch
     signs: Mapping[str, float] = field(default_factory=dict)  # when each rank gave its last sign, since the epoch
-    pauses: Mapping[tuple[str, str], int] = field(default_factory=dict)  # how many, by rank and kind; see `Pauses`
+    pauses: Mapping[tuple[str, str], int] = field(default_factory=dict)  # the number by rank and kind; see `Pauses`
 
 
 def gauges_of(measured: Measured, causes: Mapping[str, str] | None) -> list[Gauge]:
-    """Return what Prometheus is told; `causes` has the class of each incident's cause by the name of its folder.
+    """Return the gauges for Prometheus; `causes` has the class of each incident's cause by the name of its folder.
 
-    `causes` is None where the disk cannot be read: that is not to be taken for a host without incidents.
+    `causes` is None if the disk cannot be read, which must not look like a host without incidents.
     """
     own = {"port": measured.port}
     names = {name: parsed for name in causes or {} if (parsed := parse_name(name)) is not None}
@@ -91,7 +91,7 @@ def _rank_of(title: str) -> str:
 
 
 def causes_in(incidents: Path, known: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the class of the cause of each incident in a folder, some of which were read before; see `gauges_of`."""
+    """Return the class of each incident's cause in a folder; `known` has those read before. See `gauges_of`."""
     try:
         names = sorted((path.name for path in incidents.iterdir() if is_finished(path.name)), reverse=True)[:_MAX_KNOWN]
     except OSError as error:
@@ -110,16 +110,16 @@ def _cause_of(incident: Path) -> str:
 
 
 def write_metrics_file(target: Path, gauges: list[Gauge], port: str) -> None:
-    """Write the file for node_exporter, which runs as another user; in a folder each server of the host has its own.
+    """Write the file for node_exporter, readable by other users; if `target` is a folder, each server has its own file.
 
     Raises:
-        CrashkitError: there is something that is no file, such as a device, which is not replaced.
-        OSError: it cannot be written.
-        ImportError: there is no prometheus_client.
+        CrashkitError: the path exists and is no file, but for example a device, which is not replaced.
+        OSError: the file cannot be written.
+        ImportError: prometheus_client is not installed.
     """
-    # In this child, values are not those of the server's own page.
+    # The values of this child must not appear on the server's own page.
     os.environ.pop(SHARED, None)
-    # Imported here: it takes 8 MB, and this is a child of a process that has to stay small.
+    # Imported in the child only: it takes 8 MB, and the handler must stay small.
     from prometheus_client import CollectorRegistry, write_to_textfile
     from prometheus_client import Gauge as Metric
 
@@ -130,7 +130,7 @@ def write_metrics_file(target: Path, gauges: list[Gauge], port: str) -> None:
     registry = CollectorRegistry()
     for name, words, samples in gauges:
         if samples:
-            # Without any it would have the value 0.
+            # Without samples, the gauge would show the value 0.
             metric = Metric(name, words, list(samples[0][0]), registry=registry)
             for labels, value in samples:
                 metric.labels(**labels).set(value)
@@ -139,7 +139,7 @@ def write_metrics_file(target: Path, gauges: list[Gauge], port: str) -> None:
 
 
 class MetricsPublisher:
-    """Measures and publishes, where anybody wants that; `notify` tells the server's main process, which shows it."""
+    """Measures and publishes if metrics are enabled; `notify` sends them to the main process, which shows them."""
 
     def __init__(self, tree: ProcessTree, received: Received, incidents: Path, notify: Callable[..., None]) -> None:
         self._tree, self._received, self._incidents, self._notify = tree, received, incidents, notify
@@ -147,13 +147,13 @@ class MetricsPublisher:
         self._port = ""
         self._causes: dict[str, str] = {}
         self._call: ForkedCall | None = None
-        self._problem = ""  # why the last one failed
-        self.late = 0  # the pid of one that did not answer in time, until it has ended
-        # The server reports its arguments, by which it is named, within this time.
+        self._problem = ""  # why the last child failed
+        self.late = 0  # the pid of a child that did not answer in time, until it has ended
+        # By then the server has reported its arguments; its port identifies it.
         self._due = time.monotonic() + FIRST_SECS if self._file or os.environ.get(SHARED) else float("inf")
 
     def act_on_time(self) -> float:
-        """Publish, where it is time to, and return when it is next, by the monotonic clock."""
+        """Publish if that is due, and return when it is due next, by the monotonic clock."""
         if time.monotonic() < self._due:
             return self._due
         self._due = time.monotonic() + INTERVAL_SECS
@@ -162,7 +162,7 @@ class MetricsPublisher:
             return self._due
         arguments = self._received.environment.arguments()
         self._port = str(arguments.get("port") or self._port or 0)
-        # A server without metrics leaves the variable to other programs.
+        # The variable may be set for other programs although the server has no metrics.
         is_shown = bool(os.environ.get(SHARED) and arguments.get("enable_metrics"))
         if is_shown or self._file:
             now, clock = time.time(), time.monotonic()
@@ -177,7 +177,7 @@ class MetricsPublisher:
         return self._due
 
     def close(self) -> None:
-        """Say in the file that the handler is at work no more; the server itself is not asked by now."""
+        """Report in the file that the handler has stopped; by now, the server itself is not scraped."""
         self.take_answer(0.0)
         if self._file and self._port:
             gone = Measured(self._port, False, time.time())
@@ -185,7 +185,7 @@ class MetricsPublisher:
             self.take_answer(_LAST_SECS)
 
     def _publish(self, measured: Measured, *, is_shown: bool) -> bytes:
-        """Look at the disk, show the gauges and write the file, in a child; return the causes that are new."""
+        """Read the disk, show the gauges and write the file, in a child; return the new causes as JSON."""
         setproctitle.setproctitle("crashkit_metrics")
         for _standard in range(3):
             os.open(os.devnull, os.O_RDWR)
@@ -199,7 +199,7 @@ class MetricsPublisher:
         return json.dumps(new).encode()
 
     def take_answer(self, wait_secs: float) -> None:
-        """Take in what the child said; one that did not answer by now, as its disk does not, is killed."""
+        """Take the child's answer; kill the child if it does not answer within `wait_secs`, as on a disk that hangs."""
         call, self._call = self._call, None
         if call is None:
             return

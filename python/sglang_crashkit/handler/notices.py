@@ -1,11 +1,11 @@
-"""Who is told of an incident: those who wait for it, the server's log, and the user's command.
+"""Report an incident: to the processes that wait for it, in the server's log, and by the user's command.
 
-The server's log is written by its main process: the crash handler holds none of it open. It also has what the crash
-handler itself is short of.
+The server's main process writes the log, because the crash handler has no descriptor of it. The log also reports which
+resources the crash handler lacks.
 
-The command follows once the incident is whole, by a child that no server and no incident waits for. Where a container
-ends with its server, the child ends with that, too; so the next crash handler on the same crash folder runs the command
-for the last hour's incidents that had none.
+A child runs the command once the incident is complete; neither the server nor an incident waits for the child. If a
+container ends with its server, the child ends too. So the next crash handler on the same crash folder runs the commands
+that are missing for the incidents of the last hour.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from sglang_crashkit.protocol import WAIT_FIELD, HandlerUnreachableError, Mailbo
 
 logger = logging.getLogger(__name__)
 
-_LAST_LOOK_SECS = 5.0  # what comes after the last GPU core, up to the answer, takes no longer
+_LAST_LOOK_SECS = 5.0  # the longest time from the last GPU core to the answer
 _MAX_LINE, _MAX_UNSAID = 3000, 100
-_RECENT_SECS = 3600.0  # how far back it looks for incidents without a command
-MAX_AT_ONCE = 4  # of a server in a crash loop, and commands that hang
-_AROUND_COMMAND_SECS = 30.0  # what comes before and after a command takes no longer, also on a busy machine
-#: Whether a command has ended is looked at so often, in seconds.
+_RECENT_SECS = 3600.0  # the age up to which `catch_up` runs the command for an incident
+MAX_AT_ONCE = 4  # commands: the server may be in a crash loop, and commands may hang
+_AROUND_COMMAND_SECS = 30.0  # the longest time spent before and after a command, even on a busy machine
+#: Seconds between checks of whether a command has ended.
 _LOOK_SECS = 2.0
-#: What it prints is a line or two, in bytes.
+#: The size limit of the child's output, which is a line or two, in bytes.
 _MAX_OUTPUT = 1 << 20
-#: One incident takes fewer descriptors at a time than are held back; more than the latter a handler never has.
+#: Descriptors held back, more than an incident needs at once; and the highest limit, more than a handler ever needs.
 _HELD_BACK, _MAX_DESCRIPTORS = 48, 1 << 16
 _WORDS = {
     errno.EMFILE: ("file descriptors", "raise the limit of open files (ulimit -n)"),
@@ -53,24 +53,24 @@ _WORDS = {
 
 
 class Answers:
-    """Those who wait for the current incident, and are answered by a mailbox."""
+    """The messages whose senders wait for the current incident; a mailbox sends the answers."""
 
     def __init__(self, mailbox: Mailbox, step_secs: float) -> None:
         self._mailbox = mailbox
-        #: A new end of the wait is told only when it has moved by so much: of a sender that reads nothing, as it is
-        #: stopped, the kernel keeps ten answers and loses the last.
+        #: The least seconds by which the end of the wait must move before it is sent again: for a stopped sender, which
+        #: reads nothing, the kernel keeps ten answers and drops the final one.
         self._step_secs = step_secs
         self._waiting: list[Message] = []
         self._asked_until = 0.0
 
     def add(self, message: Message, secs_left: float | None) -> None:
-        """Note that the sender waits: for GPU cores at most `secs_left` seconds more, None where none is awaited."""
+        """Note that the sender waits; `secs_left`: the most seconds left for GPU cores, None if none is awaited."""
         self._waiting.append(message)
         if secs_left is not None:
             self.ask_to_wait(message, secs_left)
 
     def ask_all_to_wait(self, secs_left: float | None) -> None:
-        """Ask all of them to wait on, where they were not asked for so long; see `add`."""
+        """Ask all senders to wait longer, unless they were asked to wait that long already; see `add`."""
         if secs_left is None or time.monotonic() + secs_left < self._asked_until + self._step_secs:
             return
         self._asked_until = time.monotonic() + secs_left
@@ -78,7 +78,7 @@ class Answers:
             self.ask_to_wait(message, secs_left)
 
     def give(self, answer: Callable[[Message], None]) -> None:
-        """Answer all of them."""
+        """Answer all senders."""
         for message in self._waiting:
             answer(message)
         self._waiting.clear()
@@ -90,24 +90,24 @@ class Answers:
 
 
 class ServerLog:
-    """The log of a server with this main process, whose other end `srt.stack_hooks` has in the folder `runtime`."""
+    """The log of a server, whose main process `root` receives lines at a socket of `srt.stack_hooks` in `runtime`."""
 
     def __init__(self, root: TrackedProcess, runtime: Path) -> None:
         self._socket = HookFiles.of(runtime, root.pid, root.handle.start_ticks).say
         self._unsaid: deque[str] = deque(maxlen=_MAX_UNSAID)
 
     def say(self, text: str) -> None:
-        """Have the main process write one line, once it listens; it may be the one that hangs."""
+        """Have the main process write one line once it listens; it may be hanging."""
         self._unsaid.append(text[:_MAX_LINE])
         self.say_rest()
 
     def say_rest(self) -> None:
-        """Have it write the lines that came before it listened, where it does by now."""
+        """Send the lines from before the main process listened, if it listens by now."""
         while self._unsaid and self._socket.exists():
             self.notify("say", text=self._unsaid.popleft())
 
     def notify(self, event: str, **fields: Any) -> None:
-        """Tell the main process what it is to write or show; that it does not hear it is logged."""
+        """Send the main process something to write or show; log it if that fails."""
         try:
             notify(str(self._socket), event, **fields)
         except HandlerUnreachableError as error:
@@ -115,9 +115,9 @@ class ServerLog:
 
 
 class Shortages:
-    """Tells once, in the server's log, what this process runs out of: descriptors, memory, processes, room on the disk.
+    """Reports once in the server's log when this process runs out of descriptors, memory, processes or disk space.
 
-    Some descriptors are held back, and given up where no others are left: an incident can still be written.
+    It holds some descriptors back, and closes them when no others are left, so that an incident can still be written.
     """
 
     def __init__(self, say: Callable[[str], object]) -> None:
@@ -126,14 +126,14 @@ class Shortages:
         self._held: list[int] = []
 
     def raise_limit(self) -> None:
-        """Let this process have as many descriptors as it may."""
+        """Raise the limit of this process's descriptors as far as allowed, to at most `_MAX_DESCRIPTORS`."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
     def look(self) -> None:
-        """Hold descriptors back while there are plenty; give them up, and say so, where nearly none are left."""
+        """Hold descriptors back while there are plenty; close them and report it when almost none are left."""
         try:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             limit = _MAX_DESCRIPTORS if limit == resource.RLIM_INFINITY else limit
@@ -146,7 +146,7 @@ class Shortages:
             self.note(error)
 
     def note(self, error: BaseException) -> bool:
-        """Say whether an error is one of a resource that ran out, which is told the first time."""
+        """Return whether an error means that a resource ran out; report each resource the first time."""
         number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
         if "start new thread" in str(error):
             number = errno.EAGAIN
@@ -163,13 +163,13 @@ class Shortages:
         return True
 
     def close(self) -> None:
-        """Give up what is held back."""
+        """Close the descriptors that are held back."""
         while self._held:
             os.close(self._held.pop())
 
 
 class Commands:
-    """Runs the user's command for each incident that is whole, where there is one."""
+    """Runs the user's command, if there is one, for each complete incident."""
 
     def __init__(self) -> None:
         self._is_wanted = bool(os.environ.get(on_incident.COMMAND, "").strip())
@@ -177,12 +177,12 @@ class Commands:
         self._waiting: list[Path] = []
 
     def begin(self, folder: Path) -> None:
-        """Have it run for the finished incident in a folder, once the server was answered and there is room."""
+        """Queue the command for the finished incident in `folder`; it starts after the server was answered."""
         if self._is_wanted:
             self._waiting.insert(0, folder)
 
     def act_on_time(self) -> float:
-        """Start what waits, the newest incident first, as far as there is room; return when to look again."""
+        """Start queued commands, the newest incident first, up to `MAX_AT_ONCE`; return when to call this again."""
         self._running, before = [], self._running
         for folder, tool in before:
             run = tool.look()
@@ -194,15 +194,15 @@ class Commands:
         while self._waiting and len(self._running) < MAX_AT_ONCE:
             folder = self._waiting[0]
             argv = [sys.executable, "-m", "sglang_crashkit.handler.on_incident", str(folder)]
-            # It has a deadline of its own for the command, and none for a disk that does not answer.
+            # The child limits the time of the command itself, but not of a disk that does not answer.
             secs = on_incident.deadline_secs() + _AROUND_COMMAND_SECS
             self._running.append((folder, BackgroundTool("crashkit-command", argv, secs, _MAX_OUTPUT)))
-            # Only now: there may be no thread to be had.
+            # Only after the start, which fails if the system gives no thread.
             self._waiting.pop(0)
         return time.monotonic() + _LOOK_SECS if self._running else float("inf")
 
     def catch_up(self, incidents: Path) -> None:
-        """Have it run for the incidents of the last hour in a folder for which it was not."""
+        """Queue the command for the incidents of the last hour in a folder for which it was not run."""
         if not self._is_wanted:
             return
         with contextlib.suppress(OSError):

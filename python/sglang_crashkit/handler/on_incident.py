@@ -1,7 +1,7 @@
-"""Run the user's command for one incident that is whole: ``python -m sglang_crashkit.handler.on_incident FOLDER``.
+"""Run the user's command for one complete incident: ``python -m sglang_crashkit.handler.on_incident FOLDER``.
 
-``SGLANG_CRASHKIT_ON_INCIDENT`` is split into words as a shell does it, and run without one. Its last argument is the
-incident's folder, its standard input ``summary.md``. What came of it is noted in the folder: ``on_incident.json``.
+``SGLANG_CRASHKIT_ON_INCIDENT`` is split into words as by a shell, but run without a shell. The last argument is the
+incident's folder, standard input is ``summary.md``. The outcome is written to ``on_incident.json`` in the folder.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sglang_crashkit.redact import redact_text
 from sglang_crashkit.settings import read_seconds
 
 COMMAND, COMMAND_SECS = "SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_ON_INCIDENT_SECS"
-#: What came of it, in the incident's folder.
+#: The file with the command's outcome, in the incident's folder.
 OUTCOME = "on_incident.json"
-#: Incidents without a command: somebody asked for the stacks.
+#: The kinds of incidents without a command: a user asked for the stacks.
 QUIET_KINDS = frozenset({"snapshot"})
 _DEFAULT_SECS = 30.0
 _MAX_OUTPUT = 1 << 20
@@ -31,7 +31,7 @@ _MAX_WORDS = 300
 
 
 def deadline_secs(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the longest that the command may take, in seconds."""
+    """Return the time limit of the command, in seconds."""
     return read_seconds(environ, COMMAND_SECS, _DEFAULT_SECS)
 
 
@@ -39,7 +39,7 @@ def run_command(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[s
     """Run the command that `environ` names for a finished incident, to its end or its deadline.
 
     Returns:
-        What came of it; None where it was run before, or another process is at it.
+        The outcome; None if the command was run before, another process runs it, or the incident gets none.
 
     Raises:
         OSError: the folder is gone, or cannot be written to.
@@ -54,7 +54,7 @@ def run_command(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[s
             return None
         verdict = stored.incident.verdict
         if verdict is not None and verdict.kind == "busy":
-            # It is withdrawn where the server goes on.
+            # The incident is withdrawn if the server goes on.
             return None
         outcome: dict[str, Any] = {"schema_version": 1, "done": False}
         try:
@@ -68,7 +68,7 @@ def run_command(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[s
             outcome |= {"done": not run.reason, "seconds": run.seconds}
             if run.reason:
                 last = run.text.strip().splitlines()[-1:]
-                # Redacted whole: a secret that is cut off would not be recognised.
+                # Redact before cutting: a secret that is cut off would not be recognised.
                 outcome["reason"] = redact_text("; ".join([run.reason, *last]))[:_MAX_WORDS]
         write_json(folder / OUTCOME, outcome)
         return outcome
@@ -77,7 +77,7 @@ def run_command(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[s
 
 
 def main() -> int:
-    """Run it; what the crash handler's log says of a failure goes to the standard error."""
+    """Run the command; write the reason of a failure to standard error, for the crash handler's log."""
     try:
         outcome = run_command(Path(sys.argv[1]))
         problem = "" if outcome is None or outcome["done"] else outcome["reason"]

@@ -1,8 +1,8 @@
-"""Finish the incidents that a killed crash handler left half-written, from their logs, when the next handler starts.
+"""Finish the incidents that a killed crash handler left unfinished, from their logs, when the next handler starts.
 
-What is there stays as it is, the incident says that it is not complete and why, and the folder gets its final name. Of
-a server that was killed together with its handler nothing is left but its marker, of which an incident is made (see
-`marker`), and empty folders, which are removed. A writer that may be at work has a lock on its folder.
+The existing files stay as they are. The incident states that it is not complete and why, and its folder gets the final
+name. A server that was killed together with its handler leaves only its marker, from which an incident is made (see
+`marker`), and empty folders, which are removed. A process that writes an incident holds a lock on its folder.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ logger = logging.getLogger(__name__)
 REASON = "the crash handler was killed"
 SPOOL = ".spool-"
 
-#: Where a process has these in the folder.
+#: Glob patterns of a process's evidence files in the incident's folder.
 _PIECES: dict[EvidenceKind, str] = {"stack": "stacks/*-{}.txt", "exception": "ranks/*-{}.exception.json"}
 _WORDS = "The crash handler was killed before it was done."
-#: The owner of a folder may be about to lock it for so long, and where there are no locks it is done after so long, in
-#: seconds.
+#: Seconds after its last change in which the owner of a folder may still lock it; and, on a file system without locks,
+#: in which the owner may still write.
 AGE_SECS, _AGE_WITHOUT_LOCKS_SECS = 10.0, 300.0
-#: One whose log cannot be read is finished as one of which nothing is known after this time, in seconds.
+#: Seconds after which an incident with an unreadable log is finished without its facts.
 _AGE_UNREADABLE_SECS = 3600.0
 MAX_FINISHED, _MAX_FREE = 100, 1000
-#: The longest that one of them may take, and all together, in seconds. What is left then is tried at the next start.
+#: The time limits for one incident and for all together, in seconds. The next start tries the rest.
 _EACH_SECS, _ALL_SECS = 5.0, 10.0
-#: The standard error, which is the crash handler's log.
+#: The descriptor of standard error, the crash handler's log.
 _LOG = 2
-#: An incident is written of so many servers of one host that vanished, the last ones.
+#: At most this many vanished servers of one host get an incident, the latest ones.
 _MAX_VANISHED = 16
 
 
 def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimits | None = None) -> list[Path]:
     """Finish the incidents in folder `incidents` whose writer died, and return the folders' final names.
 
-    One that cannot be finished is named in the log and left as it is. Those that another process writes, or that are
-    not this user's, are left alone. Empty spools that no crash handler uses are removed.
+    An incident that cannot be finished is logged and left as it is. Incidents that another process writes, or that
+    belong to another user, are left alone. Empty spools that no crash handler uses are removed.
 
     Args:
         incidents: the folder of all incidents of this host.
-        run: the runtime folders of servers on this host.
-        limits: what a new incident may take of the disk.
+        run: the parent of the runtime folders of the servers on this host.
+        limits: the disk space that a new incident may use.
     """
     finished: list[Path] = []
     for torn in incidents.glob(".*.new"):
@@ -89,7 +89,7 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
         finished += _finish_each(folders, incidents, time.monotonic() + _ALL_SECS)
         finished += _take_markers(incidents, opened.path, run, limits)
     for spool in _free_folders(incidents, SPOOL):
-        # The record of an exception may be in it.
+        # A spool with the record of an exception stays, because rmdir fails.
         if _is_of_a_dead_server(spool.name.removeprefix(SPOOL)) is not False:
             with contextlib.suppress(OSError):
                 spool.rmdir()
@@ -102,8 +102,8 @@ def _finish_each(folders: Sequence[Path], incidents: Path, end: float) -> Iterat
         try:
             if folder.name.startswith(REMOVING):
                 shutil.rmtree(folder)
-            # In a child, with a deadline: anybody may have written it, and a server waits to be watched. The way to it
-            # is by an open descriptor, and the child has this process's log.
+            # In a child with a deadline: any process may have written the incident, and a server waits to be watched.
+            # The child keeps two descriptors: the log, and the one by which `folder` is reached.
             elif call_within(max(0.0, secs), partial(_finish, folder, final), keep=[_LOG, int(folder.parent.name)]):
                 yield final
         except OSError as error:
@@ -111,7 +111,7 @@ def _finish_each(folders: Sequence[Path], incidents: Path, end: float) -> Iterat
 
 
 def _take_markers(incidents: Path, opened: Path, run: Path | None, limits: DiskLimits | None) -> Iterator[Path]:
-    """Write an incident for each server that vanished, and yield its folder; its marker is removed then."""
+    """Write an incident for each vanished server, remove the server's marker, and yield the incident's folder."""
     ages = {}
     for path in opened.glob(f"{SPOOL}*/{MARKER}"):
         with contextlib.suppress(OSError):
@@ -121,12 +121,12 @@ def _take_markers(incidents: Path, opened: Path, run: Path | None, limits: DiskL
         lock = FolderLock(spool)
         try:
             state = lock.acquire()
-            # Where there are no locks, its handler may be on another machine.
+            # Without locks, the server's handler may live on another machine.
             if state == "taken" or (state == "unsupported" and time.time() - ages[spool] < _AGE_WITHOUT_LOCKS_SECS):
                 continue
             marker = read_marker(spool)
             if marker is not None and _is_of_a_dead_server(spool.name.removeprefix(SPOOL)) is False:
-                # Its handler alone was killed.
+                # Only the handler was killed; the server lives.
                 continue
             has_ended = run is not None and (run / spool.name.removeprefix(SPOOL) / ENDED).exists()
             if marker is None or has_ended or number >= _MAX_VANISHED:
@@ -134,9 +134,9 @@ def _take_markers(incidents: Path, opened: Path, run: Path | None, limits: DiskL
             else:
                 yield _write_vanished(incidents, spool, marker, limits)
             with contextlib.suppress(OSError):
-                # The record of an exception may be in it.
+                # A spool with the record of an exception stays, because rmdir fails.
                 spool.rmdir()
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with one of them, the others have theirs
+        except Exception as error:  # noqa: BLE001 - an error with one server must not cost the others their incidents
             logger.warning("of the server whose marker is in %s there is no incident: %s", spool.name, error)
         finally:
             lock.release()
@@ -153,13 +153,13 @@ def _write_vanished(incidents: Path, spool: Path, marker: Marker, limits: DiskLi
     except BaseException:
         folder.discard()
         raise
-    # Whatever kills this process next, there is one incident.
+    # In this order, a kill of this process at any point leaves exactly one incident.
     (spool / MARKER).unlink()
     return folder.publish()
 
 
 def _own_folders(parent: Path, most: int, *prefixes: str) -> Iterator[Path]:
-    """Yield this user's folders in `parent` whose names begin so, so many of the last ones."""
+    """Yield this user's folders in `parent` whose names begin with a prefix, among the `most` last names."""
     try:
         names = sorted(entry.name for entry in os.scandir(parent) if entry.name.startswith(prefixes))
     except OSError:
@@ -172,14 +172,14 @@ def _own_folders(parent: Path, most: int, *prefixes: str) -> Iterator[Path]:
 
 
 def remove_runtime_folders(run: Path) -> None:
-    """Remove the runtime folders below `run` of servers of this PID namespace that are gone with their handlers."""
+    """Remove the runtime folders below `run` of servers in this PID namespace that are gone, as their handlers are."""
     for folder in _free_folders(run, ""):
         if _is_of_a_dead_server(folder.name):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _free_folders(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield this user's folders in `parent` that no process has locked, locked."""
+    """Yield this user's folders in `parent` that no other process has locked, each locked until the next is taken."""
     for folder in _own_folders(parent, _MAX_FREE, prefix):
         lock = FolderLock(folder)
         try:
@@ -191,7 +191,7 @@ def _free_folders(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def _is_of_a_dead_server(key: str) -> bool | None:
-    """Say whether the server with this key is gone; None where that cannot be seen from here."""
+    """Return whether the server with this key is gone; None if this process can't see it."""
     numbers = key.split("-")
     if len(numbers) != 3 or not all(number.isascii() and number.isdigit() for number in numbers):
         return None
@@ -200,7 +200,7 @@ def _is_of_a_dead_server(key: str) -> bool | None:
 
 
 def _finish(folder: Path, final: Path) -> bytes:
-    """Finish one incident unless somebody may write it; return nothing where it is not, and called `final`, then."""
+    """Finish an incident and name its folder `final`; return empty bytes if it was removed, or may still be written."""
     lock = FolderLock(folder)
     state = lock.acquire()
     try:
@@ -213,7 +213,7 @@ def _finish(folder: Path, final: Path) -> bytes:
         if incident is None and any(not path.name.startswith(".") for path in folder.iterdir()):
             if name is None or time.time() - folder.lstat().st_mtime < _AGE_UNREADABLE_SECS:
                 raise OSError(errno.EIO, "its log cannot be read")
-            # What is there is kept for as long as that of any other incident.
+            # The files are kept as long as those of any other incident.
             trigger = Trigger("unknown", iso_time(name.seconds), 0, "unknown")
             incident = Incident(name.id, name.kind, trigger, ServerInfo(0, "unknown", "unknown", "unknown"))
         if incident is None or (is_of_marker and (_spool_of(incident, folder) / MARKER).exists()):
@@ -228,7 +228,7 @@ def _finish(folder: Path, final: Path) -> bytes:
             write_json(folder / "incident.json", incident.to_json(), sync=True)
             summary = format_summary(incident.shown(), final)
             write_private(folder / SUMMARY, summary.encode(errors="backslashreplace"))
-            # This incident is of the server's end.
+            # This incident covers the server's end.
             (_spool_of(incident, folder) / MARKER).unlink(missing_ok=True)
         folder.rename(folder.with_name(final.name))
         sync_folder(folder.parent)
@@ -248,25 +248,25 @@ def _read(folder: Path) -> Incident | None:
 
 
 def _mark_incomplete(incident: Incident, folder: Path) -> None:
-    """Say in an incident that it is not complete, and why."""
+    """Note in an incident that it is not complete and why; add the evidence that its log lacks."""
     spool = _spool_of(incident, folder)
     for process in incident.processes:
-        # What the rank wrote of itself as it failed, where no incident took it in.
+        # The rank's own record of its failure, if no incident adopted it.
         pid = process.pid
         record = spool / f"exception-{pid}.json"
         if not record.is_symlink() and record.is_file():
             data, taken = read_adopted(record), list(folder.glob(_PIECES["exception"].format(pid)))
-            # Else the handler was killed when it had taken it in and not yet removed it here.
+            # If one is equal, the handler was killed after it had copied the record and before it removed it here.
             if not any(one.is_file() and one.read_bytes() == data for one in taken):
                 make_private_folder(folder / "ranks")
                 name = f"ranks/rank-{pid}.exception{len(taken) or ''}.json"
                 write_private(folder / name, data)
                 if taken:
-                    # One that SGLang caught is among the pieces already.
+                    # The earlier record, of an exception that SGLang caught, is listed as evidence already.
                     process.evidence.append(Evidence("exception", "captured", name))
             record.unlink()
         for kind, pattern in _PIECES.items():
-            # It may be there, and not among what the log has.
+            # The file may exist although the log does not list it.
             path = next(folder.glob(pattern.format(pid)), None)
             if any(piece.kind == kind for piece in process.evidence) or (path is None and kind != "stack"):
                 continue
@@ -279,7 +279,7 @@ def _mark_incomplete(incident: Incident, folder: Path) -> None:
         incident.verdict = judge(incident, folder)
         incident.cause = explain(incident, folder)
     else:
-        # What came in since the log was judged changes nothing.
+        # Without failures and lost peers, no event after the logged verdict changes it.
         incident.verdict.text = f"{incident.verdict.text} {_WORDS}".strip()
         incident.verdict.basis.append(_WORDS)
     incident.note(time.time(), "finished_by_another_handler")

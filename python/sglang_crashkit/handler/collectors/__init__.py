@@ -1,1 +1,1 @@
-"""Each takes one kind of evidence into an incident."""
+"""The collectors: each module adds one kind of evidence to an incident."""

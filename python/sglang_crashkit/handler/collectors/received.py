@@ -1,4 +1,4 @@
-"""Memory that the server's processes passed on to this one by descriptor: it outlives them, and tells of them."""
+"""Evidence from the memory whose descriptors the server's processes passed to the handler: it outlives them."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ logger = logging.getLogger(__name__)
 
 OFF = "switched off by SGLANG_CRASHKIT_LOG_RECORDS"
 _WITHHELD = "<withheld: it could not be searched for secrets in time>"
-#: As many prompts as are compared, and so much of the file with them is read for each, in bytes.
+#: Limits of the search for prompts: requests; bytes of each request's line; prompts of a request; characters of each.
 _MAX_PROMPTS, _MAX_LINE, _MAX_TEXTS, _MAX_COMPARED = 256, 4 << 20, 16, 4096
-#: So much is compared with the prompts at a time, in characters.
+#: Characters of log text that are compared with the prompts at a time.
 _AT_A_TIME = 16_384
 _BETWEEN = "\0"
-#: So many steps, of so many requests each, stand in ``incident.json``; of one that was not finished `MAX_RIDS`.
+#: The last steps in ``incident.json``, and the requests of each; a step that did not end has up to `MAX_RIDS`.
 _LAST, _REQUESTS_OF_LAST = 5, 8
 ENVIRONMENT = "environment.json"
-#: SGLang's names of how the model is spread, as far as they are numbers.
+#: SGLang's names for how the model is spread over ranks and nodes; only values that are integers are kept.
 _SIZES = ("tp", "pp", "dp", "attn_dp", "ep", "attn_cp", "moe_dp", "nnodes", "node_rank")
-#: The part of ``environment.json`` that ``incident.json`` repeats, for the summary and for a quick look.
+#: The fields of ``environment.json`` that ``incident.json`` repeats, for the summary and for a quick look.
 _IN_SHORT = ("model", "parallel", "versions", "started", "uptime_secs", "ready_since", "place")
 _MEMORY, _SHARED = ("limit_bytes", "used_bytes", "peak_bytes", "events"), ("total_bytes", "used_bytes")
 
 
 class Received:
-    """What the processes of one server passed on."""
+    """The memory that the processes of one server passed on, by kind."""
 
     def __init__(self, tree: ProcessTree, settings: Settings) -> None:
         self.heartbeats = Heartbeats(tree, is_on=settings.hang_secs > 0)
@@ -68,38 +68,38 @@ class Received:
         self._of_event |= {"steps": self.steps, "log": self.logs}
 
     def take(self, message: Message, sender: TrackedProcess, seconds: float) -> None:
-        """Take in what came with a message, said at `seconds` since the epoch; other messages mean nothing here."""
+        """Keep the memory that came with a message, sent at `seconds` since the epoch; ignore other messages."""
         if (held := self._of_event.get(message.event)) is not None:
             held.follow(sender, message.descriptor, message.fields.get("modes"))
         elif message.event == "environment" and sender.is_root:
             self.environment.hold(message.descriptor, seconds, ready=message.fields.get("ready") is True)
 
     def take_last_signs(self, run: IncidentRun, _deadline: float) -> None:
-        """Take in what the heartbeats of the schedulers that died said last, which needs no stack."""
+        """Add the last heartbeats of the schedulers that died to an incident; this needs no stack."""
         now, at, signs = clock.now(), time.monotonic(), self.heartbeats.last_signs()
         for process in run.tree:
             if process.exited_at is not None and (sign := signs.get(process.pid)) is not None:
-                # The heartbeat is of the monotonic clock.
+                # The exit's time is converted to the monotonic clock, which the heartbeat uses.
                 run.set_last_sign(process, sign, process.exited_at - now + at - sign.at)
 
     def release(self, *, is_written: bool) -> None:
-        """Give back what dead processes left, where an incident that is on the disk has it."""
+        """Release the memory of dead processes that an incident on disk includes; see `HeldMemory.release`."""
         self.journals.release(is_written=is_written)
         self.logs.release(is_written=is_written)
 
     def forget_requests(self) -> None:
-        """Give back what an earlier server of the same program was asked."""
+        """Release the requests and steps of an earlier server of the same program."""
         self.journals.close()
         self.steps.close()
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Release all memory."""
         for part in (self.journals, self.steps, self.logs, self.environment):
             part.close()
 
 
 def _guarded(kind: EvidenceKind, gather: Callable[..., Evidence], *arguments: Any) -> Evidence:
-    """Return a piece of evidence; what is odd about one process costs no other one its own."""
+    """Return a piece of evidence; an error with one process must not cost the evidence of the others."""
     try:
         return gather(*arguments)
     except Exception as error:
@@ -111,27 +111,27 @@ class Held(NamedTuple):
     """A piece of memory that a process writes, or wrote."""
 
     descriptor: int
-    modes: Mapping[int, str]  # of a record of steps, names of the forward modes by their number
+    modes: Mapping[int, str]  # for a record of steps, the names of the forward modes by number
 
 
 class HeldMemory:
-    """The memory of one kind, of the processes of this server."""
+    """The memory of one kind that processes of the server passed on."""
 
-    #: What is in it, for messages; of so many dead processes it is held, and of each process so many of the last pieces
-    #: that it passed on. A tokenizer worker that ends by itself is started anew for ever.
+    #: What the memory holds, for messages; how many dead processes keep theirs, because tokenizer workers that end may
+    #: be restarted for ever; and how many pieces each process keeps, the latest ones.
     what: ClassVar[str]
     max_of_dead: ClassVar[int] = 4
     max_of_one: ClassVar[int] = 1
 
     def __init__(self) -> None:
         self.held: dict[TrackedProcess, list[Held]] = {}
-        self.taken: list[TrackedProcess] = []  # the dead ones whose memory the current incident has
-        self.dropped = 0  # of how many it was given back before any incident had it
+        self.taken: list[TrackedProcess] = []  # the dead processes whose memory the current incident includes
+        self.dropped = 0  # the number of processes whose memory was released before any incident included it
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
-        """Hold what a process passed on as `descriptor`, of this process; that stays open.
+        """Hold a duplicate of `descriptor`, which a process passed on; `descriptor` itself stays open.
 
-        `modes` are names of forward modes by their number, as they came; may be anything.
+        `modes` are the names of forward modes by number, as received: unchecked, they may be anything.
         """
         problem = self._problem_of(descriptor) if descriptor is not None else "no descriptor came"
         if descriptor is None or problem:
@@ -152,13 +152,13 @@ class HeldMemory:
         return self.held[process][-1] if process in self.held else None
 
     def dead(self) -> list[TrackedProcess]:
-        """Return those that write no more."""
+        """Return the processes that have exited, so that their memory no longer changes."""
         return [process for process in self.held if process.exited_at is not None]
 
     def release(self, *, is_written: bool) -> None:
-        """Give back what dead processes left and the incident holds, where that is on the disk by now.
+        """Release the memory of dead processes that the current incident includes, if the incident `is_written`.
 
-        A server that starts killed tokenizer workers anew would keep a ring of each, and tell of it again.
+        If it were kept, each killed tokenizer worker that a server restarts would hold memory and be in each incident.
         """
         if is_written:
             for process in self.taken:
@@ -167,7 +167,7 @@ class HeldMemory:
         self.taken = []
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Release all memory."""
         for process in list(self.held):
             self._give_back(process)
 
@@ -180,17 +180,17 @@ class HeldMemory:
 
 
 class RequestJournals(HeldMemory):
-    """The journals of this server."""
+    """The request journals of the server's processes."""
 
     what = "request journal"
-    #: A program may make one engine after the other, each with a journal.
+    #: A program may create several engines one after another, each with its own journal.
     max_of_one = 4
 
     def take(self, run: IncidentRun, deadline: float) -> None:
-        """Put what the journals hold now into an incident; a full one of 32 MiB takes about a second."""
+        """Add the contents of the journals to an incident; a full journal of 32 MiB takes about a second."""
         if not self.held or run.folder.problem:
             return
-        # Before they are read: a process that ends meanwhile may have written more.
+        # List the dead before reading: a process that ends in between may have written more since.
         dead, began = self.dead(), time.time() - (time.monotonic() - run.opened)
         journals = [(process.pid, held.descriptor) for process, pieces in self.held.items() for held in pieces]
         secs = max(0.0, deadline - time.monotonic())
@@ -202,7 +202,7 @@ class RequestJournals(HeldMemory):
         requests = run.incident.requests
         requests.journal = told
         if requests.source is None and told.path:
-            # What the journals told counts where the server did not say what it saved.
+            # The counts of the journals stand in if the server did not report which requests it saved.
             requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"
         own = frozenset(rid for rid, are_all in checks.items() if are_all)
         for report in run.incident.processes:
@@ -216,14 +216,14 @@ class RequestJournals(HeldMemory):
 
 
 class StepRecords(HeldMemory):
-    """The records of the last steps of the server's schedulers, of 2.1 MB each."""
+    """The records of the last steps of the server's schedulers, 2.1 MB each."""
 
     what = "record of its steps"
-    #: An elastic server may start ranks anew for ever.
+    #: An elastic server may restart ranks for ever.
     max_of_dead = 32
 
     def take(self, run: IncidentRun, deadline: float) -> None:
-        """Put what the schedulers noted of their steps into an incident; a rank takes about 0.1 s."""
+        """Add the schedulers' records of their steps to an incident; each rank takes about 0.1 s."""
         read_at, steps = time.monotonic(), dict[int, Sequence[Step]]()
         for process in run.tree:
             held = self.last_of(process)
@@ -233,7 +233,7 @@ class StepRecords(HeldMemory):
         run.incident.divergence = divergence_of(run.incident, steps, run.folder.path, run.opened, read_at)
 
     def of(self, process: TrackedProcess) -> tuple[Step, ...]:
-        """Return the last steps of a scheduler that are on record."""
+        """Return the recorded last steps of a scheduler; empty without a readable record."""
         held = self.last_of(process)
         try:
             return () if held is None else StepReader(held.descriptor, held.modes).read().steps
@@ -266,12 +266,12 @@ class StepRecords(HeldMemory):
         except (OSError, RingError) as error:
             return Evidence("steps", "failed", reason=f"{name}: {error}")
         run.begun.update(one.rid for step in found.steps if step.phase != PHASES[0] for one in step.requests)
-        # Without the requests, which of a thousand steps take tens of megabytes; the file has them.
+        # Without the requests, which take tens of megabytes for a thousand steps; the file has them.
         steps[process.pid] = [replace(step, requests=()) for step in found.steps]
-        # When it died, or now where it lives, by the monotonic clock.
+        # When the process died or, if alive, now; by the monotonic clock.
         seen_at = time.monotonic() - (0.0 if process.exited_at is None else clock.now() - process.exited_at)
         current, last = found.current, found.steps[-_LAST:]
-        # The one that it was in is told apart; one that it had launched, or not processed, may be at fault as well.
+        # `in_step` reports the current step. A step that was launched, or not processed, may be at fault as well.
         most = [MAX_RIDS if step.ended is None and step is not current else _REQUESTS_OF_LAST for step in last]
         run.report(process).steps = incident.LastSteps(
             last=[replace(step, requests=step.requests[:number]) for step, number in zip(last, most, strict=True)],
@@ -290,14 +290,14 @@ class StepRecords(HeldMemory):
 def divergence_of(
     incident: Incident, steps: Mapping[int, Sequence[Step]], folder: Path, opened: float, read_at: float
 ) -> Divergence | None:
-    """Return what an incident tells of it; None where no rank noted its steps, or none has another to agree with.
+    """Return the divergence of the ranks; None if no rank recorded steps, or none has another that it must agree with.
 
     Args:
-        incident: with its processes.
+        incident: the incident, with its processes.
         steps: the last steps of the schedulers, by pid, without their requests: steps are compared by their hashes.
-        folder: the incident's, which has the steps with their requests.
-        opened: since when the incident is gathered, in seconds of the monotonic clock.
-        read_at: when the first of the steps were read, by the same clock.
+        folder: the incident's folder, which has the steps with their requests.
+        opened: when the incident was opened, in seconds of the monotonic clock.
+        read_at: when reading the steps began, by the same clock.
     """
     if not any(steps.values()):
         return None
@@ -311,14 +311,14 @@ def divergence_of(
             whole = [replace(one, steps=[*one.steps, *told.get(one.pid, ())]) for one in ranks]
             found = find_divergence(whole, moment) or found
     except Exception:
-        # What is known beside it is worth more.
+        # The incident's other evidence is worth more than the comparison.
         logger.exception("the steps of the ranks cannot be compared")
         return None
     return found
 
 
 class ProcessLogs(HeldMemory):
-    """The last log records of each process, at `most` so many, as ``logs/<process>.log`` in an incident."""
+    """The last log records of each process, at most `most`, written to ``logs/<process>.log`` in an incident."""
 
     what = "log"
     max_of_dead = 16
@@ -328,12 +328,12 @@ class ProcessLogs(HeldMemory):
         self._most = most
 
     def take(self, run: IncidentRun, deadline: float) -> None:
-        """Put the logs of the server's own processes into an incident, whose requests are there; each takes 0.1 s."""
+        """Add the logs of the server's own processes to an incident that has its requests; each log takes 0.1 s."""
         prompts: list[str] = []
         with contextlib.suppress(OSError), open_regular(run.folder.path / REQUESTS) as file:
-            # Those of the first requests, which are those under way.
+            # The first requests are those under way.
             for line in islice(iter(lambda: file.readline(_MAX_LINE), b""), _MAX_PROMPTS):
-                # The last one may be cut off where the disk is full.
+                # If the disk is full, the last line may be cut off.
                 with contextlib.suppress(ValueError, AttributeError, RecursionError):
                     text = json.loads(line).get("text")
                     texts = text if isinstance(text, list) else [text]
@@ -351,7 +351,7 @@ class ProcessLogs(HeldMemory):
             return Evidence("log", "skipped", reason=reason)
         name = f"logs/{titles.label_of(process.title, process.pid)}.log"
         try:
-            # As much time is left for the search.
+            # Reading gets half of the time, and the search the rest.
             middle = (deadline + time.monotonic()) / 2
             lines = format_log(read_log(held.descriptor, self._most, middle), prompts, deadline)
         except (OSError, CrashkitError) as error:
@@ -364,9 +364,9 @@ class ProcessLogs(HeldMemory):
 def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: float) -> list[str]:
     """Return one text for each record, without secrets and without prompts.
 
-    What is not searched before `deadline`, by the monotonic clock, is withheld.
+    A record that is not searched before `deadline`, by the monotonic clock, is withheld.
     """
-    # What was said last tells most, and is searched first.
+    # Search the latest records first: they are the most useful.
     said = [redact_text(one.text) if time.monotonic() < deadline else _WITHHELD for one in reversed(records)]
     if prompts:
         said = _without_prompts(said, prompts, deadline)
@@ -377,7 +377,7 @@ def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: f
 
 
 def _without_prompts(texts: Sequence[str], prompts: Sequence[str], deadline: float) -> list[str]:
-    """Return the texts without what they share with the prompts: many at a time, as each search takes all prompts."""
+    """Return the texts without what they share with the prompts; search many at once: each search reads all prompts."""
     found: list[str] = []
     chunks, size = list[list[str]](), _AT_A_TIME
     for text in texts:
@@ -407,7 +407,7 @@ def _in_step(step: Step, seconds: float) -> InStep:
 
 
 class ServerEnvironment:
-    """What the launching process told, in memory that is held here, and what is to be read when an incident asks."""
+    """The facts of the launch that the main process passed on, and the environment that an incident reads later."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
@@ -415,22 +415,22 @@ class ServerEnvironment:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the server's main process said that all ranks are ready."""
+        """Whether the server's main process reported that all ranks are ready."""
         return self._ready_at is not None
 
     def hold(self, descriptor: int | None, seconds: float, *, ready: bool) -> None:
-        """Hold what the main process told as `descriptor`, which stays open; `ready`: the ranks are, at `seconds`."""
+        """Hold a duplicate of the main process's `descriptor`; `ready`: the ranks were ready at `seconds`."""
         self.close()
         self._descriptor = os.dup(descriptor) if descriptor is not None else None
         self._ready_at = seconds if ready else None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the server's arguments, as far as it told them by now."""
+        """Return the server's arguments; empty if it has not reported them yet."""
         arguments = self._told().get("arguments")
         return arguments if isinstance(arguments, dict) else {}
 
     def take(self, run: IncidentRun, deadline: float) -> None:
-        """Put ``environment.json`` into an incident that is about to be finished; ten processes take about 0.05 s."""
+        """Add ``environment.json`` to an incident that is about to be finished; ten processes take about 0.05 s."""
         document = self._gather(run.tree, deadline)
         memory, shared = document.get("cgroup", {}).get("memory", {}), document.get("shared_memory", {})
         in_short = {name: document[name] for name in _IN_SHORT if name in document} | {"path": ENVIRONMENT}
@@ -441,13 +441,13 @@ class ServerEnvironment:
         run.report(run.tree.root).evidence.append(piece)
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release the held memory."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = self._ready_at = None
 
     def _gather(self, tree: ProcessTree, deadline: float) -> dict[str, Any]:
-        # Here alone: it is needed for an incident only.
+        # Imported here because only an incident needs it.
         from sglang_crashkit.capture import environment
 
         root, now, told = tree.root, clock.now(), self._told()
@@ -482,7 +482,7 @@ class ServerEnvironment:
             try:
                 value = read()
             except Exception as error:
-                # The others may be there.
+                # The other pieces may still be readable.
                 logger.error("%s: %s cannot be read", ENVIRONMENT, name, exc_info=error)
                 continue
             if value:

@@ -1,4 +1,4 @@
-"""Put what request journals hold into an incident, readable without SGLang: one JSON object a line."""
+"""Write the requests of request journals into an incident, readable without SGLang: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from sglang_crashkit.redact import redact_json
 
 logger = logging.getLogger(__name__)
 
-#: Is told by how many bytes the file will grow, before it does.
+#: Called with the number of bytes by which the file will grow, before it does.
 Charge = Callable[[int], None]
 
-#: What SGLang's own health checks are in all releases: the start of the id, which any client may choose, too, and all
-#: else that they ask for.
+#: What identifies SGLang's own health checks in all releases: the start of the id, which any client may also choose,
+#: and all other fields.
 _HEALTH_CHECK = "HEALTH_CHECK_"
 _OF_HEALTH_CHECK = frozenset(
     ("kind", "rid", "sampling_params", "log_metrics", "input_ids", "omitted", "bootstrap_host", "bootstrap_room")
 )
 _CHECKED_PARAMS = ({"max_new_tokens": 1, "temperature": 0.0}, {"max_new_tokens": 0, "temperature": 0.0})
-#: What is there is counted even without time to write it; one journal is looked at for so long then, in seconds.
+#: Seconds for which a journal may be read even if no time is left: its requests are counted, if not written.
 _LEAST_SECS = 0.2
-#: So many ids of health checks are kept.
+#: At most this many ids of health checks are kept.
 _MAX_CHECKS = 4096
-#: What users of the server wrote, which is kept as it is.
+#: The fields that users of the server wrote, which are not redacted.
 _PROMPTS = ("text", "input_ids")
-#: The file is counted in steps of this many bytes.
+#: The file's size is charged in steps of this many bytes.
 _AT_A_TIME = 256 * 1024
 
 
@@ -56,18 +56,18 @@ def export_requests(
     """Write the requests of `journals` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
 
     Each line has ``rid``, ``state`` (``unfinished``, ``finished``, or ``dropped``: it ended without an answer),
-    ``arrived`` and ``ended`` (UTC), ``aborted`` (UTC) where its client had gone or somebody asked for its end, ``pid``
-    of the process that took it in, ``text`` or ``input_ids``, ``sampling_params``, and what else the request asked for;
-    ``omitted`` describes what was not kept, and ``truncated`` says how much of a long prompt is there (see
+    ``arrived`` and ``ended`` (UTC), ``aborted`` (UTC) if its client disconnected or a request aborted it, ``pid`` of
+    the process that received it, ``text`` or ``input_ids``, ``sampling_params``, and the request's other parameters;
+    ``omitted`` describes fields that were not kept, and ``truncated`` which parts of a long prompt were kept (see
     `encode_begin`). Health checks are left out.
 
     Args:
         journals: the pid of each writer and a descriptor of its journal.
         folder: the incident's folder; see `IncidentFolder.opened`.
-        timeout_secs: what is not written within this time, in seconds, is left out and counted.
-        charge: see `IncidentFolder.charge`; what it raises `NoRoomError` for is left out and counted.
-        checks: gets the ids of health checks, and false where another request has the same one.
-        seconds: when the incident began, since the epoch; what ended `KEPT_SECS` before that or earlier is left out.
+        timeout_secs: requests that are not written within this time, in seconds, are left out and counted.
+        charge: see `IncidentFolder.charge`; a request for which it raises `NoRoomError` is left out and counted.
+        checks: receives the ids of health checks; false if a request that is no health check has the same id.
+        seconds: when the incident began, since the epoch; requests that ended `KEPT_SECS` or more before are left out.
     """
     deadline = time.monotonic() + timeout_secs
     result = JournaledRequests()
@@ -76,7 +76,7 @@ def export_requests(
     for place, (pid, descriptor) in enumerate(journals):
         now = time.monotonic()
         try:
-            # One that is made to be read slowly leaves time for the others.
+            # A journal that is crafted to be slow to read must leave time for the others.
             share_secs = max(_LEAST_SECS, (deadline - now) / 2 / (len(journals) - place))
             reader = JournalReader(descriptor, now + share_secs)
         except Exception as error:
@@ -128,7 +128,7 @@ def _write_all(
         state = "finished" if request.finished else "unfinished" if request.ended is None else "dropped"
         try:
             line = _line_of(reader, request, state, pid, checks)
-        except Exception as error:  # noqa: BLE001 - what one client sent, or one process noted, costs no other request
+        except Exception as error:  # noqa: BLE001 - a bad request or record must not cost the other requests
             logger.debug("a request of process %d cannot be read: %s", pid, error)
             result.left_out += 1
             continue
@@ -153,7 +153,7 @@ def _line_of(
     reader: JournalReader, request: JournaledRequest, state: str, pid: int, checks: dict[str, bool]
 ) -> bytes | None:
     fields = reader.load(request)
-    # A server that lives may have overwritten it meanwhile.
+    # A living server may have overwritten the request since.
     if fields is None:
         return None
     rid = fields.get("rid")
@@ -166,12 +166,12 @@ def _line_of(
     if request.aborted is not None:
         head["aborted"] = iso_time(request.aborted)
     prompt = {name: fields.pop(name) for name in _PROMPTS if name in fields}
-    # The hook looks at few of a request's fields, in little time.
+    # The hook that writes the journal has little time, and redacts only few of a request's fields.
     return json.dumps({**head, "pid": pid, **redact_json(fields, is_users=True), **prompt}).encode() + b"\n"
 
 
 def is_health_check(fields: Mapping[str, Any]) -> bool:
-    """Say whether a request is one of SGLang's own health checks, by all that it is."""
+    """Return whether a request is one of SGLang's own health checks, judged by all its fields."""
     withheld = fields.get("omitted", {})
     has_ids = fields.get("input_ids") == [0] or (
         isinstance(withheld, dict)
@@ -183,16 +183,16 @@ def is_health_check(fields: Mapping[str, Any]) -> bool:
         and has_ids
         and fields.get("log_metrics") is False
         and fields.get("sampling_params") in _CHECKED_PARAMS
-        # SGLang itself fills in, by release, that nothing else is asked for.
+        # SGLang itself fills in the other fields, which differ by release, with empty values or -1.
         and all(not value or value == -1 for name, value in fields.items() if name not in _OF_HEALTH_CHECK)
     )
 
 
 def requests_of(fields: dict[str, Any]) -> Requests:
-    """Return the requests that one process says it saved.
+    """Return one process's report of the requests that it saved.
 
     Args:
-        fields: ``path`` of the file, ``finished`` and ``unfinished``; where nothing was saved ``error`` or ``reason``.
+        fields: ``path`` of the file, ``finished`` and ``unfinished``; if nothing was saved, ``error`` or ``reason``.
     """
     told = lenient.read({name: fields.get(name) for name in ("path", "finished", "unfinished")}, Requests)
     if told.path:
@@ -203,7 +203,7 @@ def requests_of(fields: dict[str, Any]) -> Requests:
 
 
 def add(before: Requests, now: Requests) -> Requests:
-    """Return what two processes saved as one."""
+    """Return the reports of two processes, merged."""
     if before.finished is None and before.unfinished is None:
         return now
     path = before.path or now.path
