@@ -123,11 +123,11 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
             for path in finish_abandoned(folder / "incidents", args.runtime.parent, settings.disk):
                 logger.info("incident %s of a killed crash handler is finished", path)
                 if (name := parse_name(path.name)) is not None and name.kind == VANISHED:
-                    say(f"an earlier server of this host ended without a word: incident {path}")
+                    say(f"an earlier server on this host ended without a report: incident {path}")
             handler.session.commands.catch_up(folder / "incidents")
         except Exception:
             # An error with another handler's leftovers must not keep this handler from watching its server.
-            logger.exception("what earlier crash handlers left in %s stays as it is", folder)
+            logger.exception("the unfinished incidents in %s could not be processed", folder)
     remove_runtime_folders(args.runtime.parent)
     if left := left_by_others():
         say(left)

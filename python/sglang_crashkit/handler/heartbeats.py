@@ -111,7 +111,7 @@ class Followed:
             how = "did not come back to its event loop" if is_loop else "worked at one message"
         elif state == "D" or cpu_secs - self._cpu_secs >= _AWAKE * seen_secs > 0:
             # A process that really waits for a message is in an interruptible sleep.
-            how = "did not come to the next message"
+            how = "did not take the next message"
         self._said, self._cpu_secs, self.how = said, cpu_secs, how or self.how
         return how != ""
 
@@ -152,7 +152,9 @@ class Heartbeats:
         except (OSError, RingError) as error:
             if process.role == "scheduler":
                 self.unfollowed.add(process.pid)
-            words = "%s (pid %d) cannot be followed, so that it hangs is seen only by others that wait for it: %s"
+            words = (
+                "%s (pid %d) has no readable heartbeat; a hang of it shows only in the processes that wait for it: %s"
+            )
             logger.warning(words, process.title, process.pid, error)
             return
         if process.role == "scheduler" and not self.followed:

@@ -73,14 +73,14 @@ def gauges_of(measured: Measured, causes: Mapping[str, str] | None) -> list[Gaug
     pauses = [(own | {"rank": rank, "kind": kind}, float(n)) for (rank, kind), n in sorted(measured.pauses.items())]
     told: list[Gauge] = [
         ("handler_up", "Whether the crash handler is at work.", [(own, float(measured.is_up))]),
-        ("updated_timestamp_seconds", "When the crash handler said so last.", [(own, measured.seconds)]),
+        ("updated_timestamp_seconds", "When the crash handler last updated these metrics.", [(own, measured.seconds)]),
         ("incidents", "Incidents of this host that are kept, by kind and cause.", incidents),
         (
             "last_incident_timestamp_seconds",
             "When the latest incident began, 0 without any.",
             [] if causes is None else [(own, latest)],
         ),
-        ("rank_last_sign_timestamp_seconds", "When the rank's event loop last went round.", signs),
+        ("rank_last_sign_timestamp_seconds", "When the rank last began a round of its event loop or a batch.", signs),
         ("rank_pauses", "How often the rank stood still, by kind: long_collection, slow_step.", pauses),
     ]
     return [(_PREFIX + name, words, samples) for name, words, samples in told]
@@ -126,7 +126,7 @@ def write_metrics_file(target: Path, gauges: list[Gauge], port: str) -> None:
     path = target / f"sglang_crashkit_{port}.prom" if target.is_dir() else target
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise CrashkitError(f"{path} is there and is no file")
+            raise CrashkitError(f"{path} exists and is not a regular file")
     registry = CollectorRegistry()
     for name, words, samples in gauges:
         if samples:

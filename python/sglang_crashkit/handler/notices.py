@@ -111,7 +111,7 @@ class ServerLog:
         try:
             notify(str(self._socket), event, **fields)
         except HandlerUnreachableError as error:
-            logger.warning("the server's own log does not report it: %s", error)
+            logger.warning("a message to the server's main process was not delivered: %s", error)
 
 
 class Shortages:

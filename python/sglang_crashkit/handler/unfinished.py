@@ -47,7 +47,7 @@ SPOOL = ".spool-"
 
 #: Glob patterns of a process's evidence files in the incident's folder.
 _PIECES: dict[EvidenceKind, str] = {"stack": "stacks/*-{}.txt", "exception": "ranks/*-{}.exception.json"}
-_WORDS = "The crash handler was killed before it was done."
+_WORDS = "The crash handler was killed before the incident was complete."
 #: Seconds after its last change in which the owner of a folder may still lock it; and, on a file system without locks,
 #: in which the owner may still write.
 AGE_SECS, _AGE_WITHOUT_LOCKS_SECS = 10.0, 300.0
@@ -137,7 +137,7 @@ def _take_markers(incidents: Path, opened: Path, run: Path | None, limits: DiskL
                 # A spool with the record of an exception stays, because rmdir fails.
                 spool.rmdir()
         except Exception as error:  # noqa: BLE001 - an error with one server must not cost the others their incidents
-            logger.warning("of the server whose marker is in %s there is no incident: %s", spool.name, error)
+            logger.warning("no incident could be written for the server with the marker in %s: %s", spool.name, error)
         finally:
             lock.release()
 

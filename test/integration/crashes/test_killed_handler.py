@@ -112,8 +112,8 @@ def check_what_is_finished(stage: Stage, found: StoredIncident, left: Wreck) -> 
     """What the next server's handler made of it says what is missing and why, and has the requests."""
     document = found.document
     assert document["complete"] is False
-    assert "The crash handler was killed before it was done." in document["verdict"]["text"]
-    assert "The crash handler was killed before it was done." in (found.path / "summary.md").read_text()
+    assert "The crash handler was killed before the incident was complete." in document["verdict"]["text"]
+    assert "The crash handler was killed before the incident was complete." in (found.path / "summary.md").read_text()
     assert "finished_by_another_handler" in events_of(found)
     assert not [path for path in found.path.rglob("*") if path.name.startswith(".")]
     for process in document["processes"]:

@@ -664,9 +664,9 @@ def test_a_loop_between_two_heartbeats_does_not_hang_too(root_hangs: bool) -> No
         ({}, "S", 0.0, "worked at one message"),
         ({}, "D", 0.0, "worked at one message"),
         # Behind a message.
-        ({"is_waiting": True}, "R", 0.9, "did not come to the next message"),
-        ({"is_waiting": True}, "R", 0.1, "did not come to the next message"),
-        ({"is_waiting": True}, "D", 0.0, "did not come to the next message"),
+        ({"is_waiting": True}, "R", 0.9, "did not take the next message"),
+        ({"is_waiting": True}, "R", 0.1, "did not take the next message"),
+        ({"is_waiting": True}, "D", 0.0, "did not take the next message"),
         ({"is_waiting": True}, "T", 0.0, "was stopped"),
         ({}, "T", 0.0, "was stopped"),
         ({}, "t", 0.0, None),

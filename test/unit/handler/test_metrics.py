@@ -172,7 +172,7 @@ def test_what_is_no_file_is_not_replaced_and_told_once(
     publish(made)
     publish(made)
     assert [record.getMessage() for record in caplog.records] == [
-        f"metrics could not be published: {path} is there and is no file"
+        f"metrics could not be published: {path} exists and is not a regular file"
     ]
     assert not path.is_file()
 

@@ -58,7 +58,7 @@ def test_missing_pieces_are_named_and_the_folder_is_renamed(tmp_path: Path) -> N
     assert (there["kind"], there["status"], there["path"]) == ("stack", "captured", "stacks/x-9.txt")
     assert document["requests"]["reason"] == REASON
     assert document["verdict"]["level"] == "unknown"
-    assert document["verdict"]["text"].endswith(" The crash handler was killed before it was done.")
+    assert document["verdict"]["text"].endswith(" The crash handler was killed before the incident was complete.")
     assert document["timeline"][-1]["event"] == "finished_by_another_handler"
     assert REASON in (path / "summary.md").read_text()
     assert f"sglang-crashkit show {path} --stacks\n" in (path / "summary.md").read_text()
@@ -77,7 +77,7 @@ def test_who_failed_first_is_told_by_the_log(tmp_path: Path) -> None:
     assert document["verdict"]["level"] == "established"
     assert document["verdict"]["text"] == (
         "sglang::scheduler_TP1 (pid 8) was killed by SIGKILL: no OOM kill. "
-        "The crash handler was killed before it was done."
+        "The crash handler was killed before the incident was complete."
     )
     assert document["cause"]["class"] == "killed"
     assert document["requests"].items() >= requests.items()

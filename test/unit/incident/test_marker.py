@@ -77,7 +77,7 @@ def test_a_server_that_was_killed_as_a_whole_is_an_incident_of_its_own(tmp_path:
     assert (document["cause"]["class"], document["cause"]["level"]) == ("vanished", "established")
     assert (document["verdict"]["kind"], document["verdict"]["first_failure"]) == ("vanished", None)
     text = document["verdict"]["text"]
-    assert "and its crash handler ended without a word, after 2" in text
+    assert "and its crash handler ended without a report, after 2" in text
     assert "The machine has run on since." in text
     events = {entry["event"]: entry for entry in document["timeline"]}
     assert document["trigger"]["time"] < events["found_gone"]["time"]

@@ -256,10 +256,10 @@ class StepRecords(HeldMemory):
         steps: dict[int, Sequence[Step]],
     ) -> Evidence:
         if held is None:
-            reason = "it noted none: it had not begun its event loop, or SGLANG_CRASHKIT_STEPS is off"
+            reason = "it recorded no steps: its event loop had not begun, or SGLANG_CRASHKIT_STEPS is off"
             return Evidence("steps", "skipped", reason=reason)
         if time.monotonic() > deadline:
-            return Evidence("steps", "failed", reason="those of other ranks took all the time that there was")
+            return Evidence("steps", "failed", reason="reading the steps of other ranks took all the time")
         began, name = time.monotonic(), f"ranks/{titles.label_of(process.title, process.pid)}.steps.jsonl"
         try:
             found = StepReader(held.descriptor, held.modes).read()
@@ -280,7 +280,7 @@ class StepRecords(HeldMemory):
         )
         run.report(process).control = found.control
         if not found.steps:
-            return Evidence("steps", "skipped", reason="it has run none yet")
+            return Evidence("steps", "skipped", reason="it has run no step yet")
         lines = "".join(json.dumps(step.to_json()) + "\n" for step in found.steps)
         piece = write_piece("steps", run.folder.write_text, name, lines)
         piece.seconds = round(time.monotonic() - began, 3)
@@ -347,7 +347,9 @@ class ProcessLogs(HeldMemory):
     def _piece_of(self, process: TrackedProcess, run: IncidentRun, prompts: Sequence[str], deadline: float) -> Evidence:
         held = self.last_of(process)
         if held is None:
-            reason = "it did not log by Python's logging, or no crash handler held it" if self._most else OFF
+            reason = (
+                "it did not use Python's logging, or its log was not passed to the crash handler" if self._most else OFF
+            )
             return Evidence("log", "skipped", reason=reason)
         name = f"logs/{titles.label_of(process.title, process.pid)}.log"
         try:

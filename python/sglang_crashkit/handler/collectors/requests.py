@@ -105,7 +105,7 @@ def export_requests(
         problems.append(f"{REQUESTS}: {error}")
     if result.left_out:
         problems.append(
-            f"{result.left_out} requests could not be read, found no room, or not within {timeout_secs:g} s"
+            f"{result.left_out} requests are missing: unreadable, no disk space, or not written within {timeout_secs:g} s"
         )
     result.reason = "; ".join(problems) or None
     return result

@@ -314,7 +314,7 @@ def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path, writer: Journa
         writer.begin({"rid": str(number)})
     told = export([(7, writer.fd)], tmp_path, -1)
     assert (told.left_out, told.unfinished, told.path) == (5, 0, REQUESTS)
-    assert told.reason == "5 requests could not be read, found no room, or not within -1 s"
+    assert told.reason == "5 requests are missing: unreadable, no disk space, or not written within -1 s"
 
 
 def test_without_room_those_in_flight_come_first(tmp_path: Path, writer: JournalWriter) -> None:
