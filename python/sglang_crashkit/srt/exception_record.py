@@ -32,7 +32,7 @@ from sglang_crashkit.srt.redaction import fields_of, redact
 _OWN_FOLDERS = 3
 _MAX_REQUESTS = 64
 MAX_MESSAGE = 4000
-#: The length of what is kept of an exception and its chain as Python prints them, in characters from the end.
+#: The maximum length of an exception and its chain as Python prints them, in characters; the end is kept.
 MAX_PRINTED = 16_000
 #: The number of prompts that `redact.redact_prompts` compares with a message.
 _MAX_PROMPTS = 64
@@ -42,8 +42,8 @@ _TEXTS = ("text", "input_text", "origin_input_text")
 #: the batch in its functions; the attribute with the batch that it decodes.
 _AT_WORK, _LOCAL, _DECODED = ("cur_batch", "cur_batch_for_debug"), "batch", "running_batch"
 
-#: An exception that ends threads, or that SGLang catches, is reported once in this time, in seconds; and at most so
-#: many different exceptions that end threads are.
+#: The interval between two reports of one exception, that ends threads or that SGLang catches, in seconds; the maximum
+#: number of different exceptions that are reported within it for threads.
 _AGAIN_SECS, _MAX_WAYS = 60.0, 32
 _MAX_NAME = 120
 
