@@ -67,7 +67,7 @@ _opened: list[weakref.ref[JournaledStates]] = []
 
 
 def open_journal(states: Mapping[str, Any]) -> JournaledStates | None:
-    """Return a dictionary that records `states` and later requests in a journal; None if off, or see `held_memory`."""
+    """Return a dictionary that records `states` and later requests in a journal; None if it is off or unavailable."""
     settings = Settings.from_environ()
     if not settings.journal:
         return None
