@@ -1,7 +1,7 @@
 """Hook of ``sglang/srt/managers/multi_tokenizer_mixin.py``: a crash of a server with several tokenizer workers.
 
-The server's main process is then an HTTP server's supervisor, in which SGLang runs a router. The supervisor ignores
-SIGQUIT, which a failed child sends. It restarts a tokenizer worker that ends; each worker has its own requests.
+The server's main process is then an HTTP server's supervisor, in which SGLang runs a router. The supervisor catches
+SIGQUIT, which a failed child sends, and does nothing. It replaces a worker that ends; the workers have the requests.
 """
 
 from __future__ import annotations
