@@ -184,7 +184,7 @@ def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterat
 def on_sigterm(handler: Function) -> Function:
     """Wrap ``SignalHandler.sigterm_handler``: from then on an exit with status 0 is not a crash.
 
-    If the server's health check failed, the crash handler collects evidence at once: SIGKILL usually follows SIGTERM.
+    If the server's health check failed, the crash handler collects evidence at once: SIGKILL follows after some time.
     """
     return before(handler, _note_sigterm)
 
@@ -250,7 +250,7 @@ def _await_incident(manager: Any, outcome: dict[str, Any]) -> None:
 
 
 def safe_folder(folder: Path) -> Path:
-    """Return `folder`, made private; if that fails or its disk is full, a folder of that name in the fallback folder.
+    """Return `folder`, made private; if it cannot be, or takes no more files, one of its name in the fallback folder.
 
     Raises:
         OSError, CrashkitError: neither folder can be created, or the fallback folder is another user's.
