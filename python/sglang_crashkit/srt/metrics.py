@@ -12,7 +12,7 @@ from typing import Any
 from sglang_crashkit.srt.hooks import never_raises
 
 _PREFIX = "sglang_crashkit_"
-#: The library maps its files into memory: if the disk is full, SIGBUS ends a process that writes to one. In bytes.
+#: The least free disk space, in bytes: the library maps its files into memory, and SIGBUS ends a writer on a full disk.
 _LEAST_FREE = 64 << 20
 #: Limits above what the crash handler reports for a server.
 _MAX_GAUGES, _MAX_SAMPLES = 16, 4096
