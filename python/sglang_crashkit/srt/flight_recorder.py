@@ -33,7 +33,7 @@ from sglang_crashkit.srt.hooks import never_raises, shorten
 #: The maximum number of collectives that are returned, newest ones: as many as are kept unless the user sets more.
 _MAX_ENTRIES = 2000
 #: PyTorch imports this module to write stacks as text. The import takes a second of CPU time, and a lock that a thread
-#: hanging in an import holds. SGLang usually has imported it.
+#: hanging in an import holds. SGLang has imported it.
 _SYMBOLIZER = "torch._inductor.codecache"
 #: Groups that SGLang makes without a coordinator, such as those of HiCache, have the name of the file that uses them.
 _USERS = {"cache_controller": "hicache", "hybrid_cache_controller": "hicache"}
