@@ -206,7 +206,7 @@ class RingReader:
     torn records, and `is_cut`: whether it ended early, by one of these limits or because too many records are torn.
 
     Raises:
-        RingError: also by each method, it cannot be read; or it is no ring.
+        RingError: it is not a ring; or it cannot be read, which each method raises, too.
     """
 
     def __init__(self, descriptor: int, max_payload: int = _MAX_PAYLOAD, deadline: float = math.inf) -> None:
