@@ -161,7 +161,7 @@ class Settings:
         return cls(**_read_fields(cls, environ), disk=DiskLimits(**_read_fields(DiskLimits, environ)))
 
 
-#: The variables that a user may set, each with a regular expression for its values; see also `unknown_variables`.
+#: The variables that a user may set, each with a regular expression for its values; a launch warns of any other.
 VARIABLES: dict[str, str] = {
     one.metadata["name"]: f"(?i){one.metadata['kind'].form}"
     for one in (*fields(Settings), *fields(DiskLimits))
