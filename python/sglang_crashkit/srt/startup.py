@@ -239,7 +239,7 @@ def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
 
 @never_raises
 def report(error: StartupError) -> dict[str, Any] | None:
-    """Report it to the crash handler, wait until the incident is complete, and return the answer, None if absent.
+    """Report `error` to the crash handler, wait until the incident is complete, and return the answer or None.
 
     Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``, or longer if the handler asks for more time.
     """
