@@ -42,13 +42,13 @@ _TEXTS = ("text", "input_text", "origin_input_text")
 #: the batch in its functions; the attribute with the batch that it decodes.
 _AT_WORK, _LOCAL, _DECODED = ("cur_batch", "cur_batch_for_debug"), "batch", "running_batch"
 
-#: The interval between two reports of one exception, that ends threads or that SGLang catches, in seconds; the maximum
-#: number of different exceptions that are reported within it for threads.
+#: The interval between two reports of the same exception, which ends threads or is caught by SGLang, in seconds; the
+#: maximum number of different exceptions of threads that are reported within it.
 _AGAIN_SECS, _MAX_WAYS = 60.0, 32
 _MAX_NAME = 120
 
 _lately, _numbers = Lately(_AGAIN_SECS, _MAX_WAYS), count(1)
-#: Fewer exceptions that SGLang catches: each holds up an event loop while its text is searched for prompts.
+#: Allows fewer caught exceptions: each holds up an event loop while its text is searched for prompts.
 _caught_lately = Lately(_AGAIN_SECS, 4)
 #: The exception that this process reported last.
 _told: BaseException | None = None
@@ -121,7 +121,7 @@ def watch_threads(*, of_all: bool) -> None:
 @never_raises
 def _tell_of_thread(args: threading.ExceptHookArgs, of_all: bool) -> None:
     error = args.exc_value
-    # SystemExit is an orderly end of a thread. When the interpreter shuts down, threads may fail for that reason.
+    # SystemExit is an orderly end of a thread. During its shutdown the interpreter removes objects that threads use.
     if error is None or isinstance(error, SystemExit) or sys.is_finalizing():
         return
     places = _places(args.exc_traceback)
