@@ -3,8 +3,8 @@
 In SGLang, faulthandler writes a scheduler's fatal error to standard error. With the kit it writes to a private file,
 for the incident; the server's main process copies the file to standard error as soon as the rank is dead.
 
-A thread answers the crash handler (`capture.responder`) with the stacks of all other threads, the process's
-collectives, or how a child ended. In the main process it also writes the handler's messages to the server's log.
+A thread sleeps until the crash handler (`capture.responder`) asks it for the stacks of all other threads, for the
+process's collectives, or how a child ended. In the main process it also writes the handler's messages to the log.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def install_in_server() -> None:
 
 @never_raises
 def report_faults() -> None:
-    """Copy what faulthandler wrote in workers that a fatal signal ended to standard error, once for each worker.
+    """Copy to standard error, once for each worker, what faulthandler wrote when a fatal signal ended the worker.
 
     Call it in the server's main process; in any other process it does nothing.
     """
