@@ -1,7 +1,7 @@
-"""Heartbeats of the processes besides the schedulers that every answer needs.
+"""Heartbeats of the processes that every answer needs, besides the schedulers.
 
-The event loop of a tokenizer manager, in each tokenizer worker, and that of their router beat once a second. The
-detokenizer has no event loop: it records when it begins to handle a message and when it waits for the next. No patch
+The asyncio loop of a tokenizer manager, in each tokenizer worker, and that of their router beat once a second. The
+detokenizer has no such loop: it records when it begins to handle a message and when it waits for the next. No patch
 calls this for the detokenizer: methods of SGLang's class, if found by name, are wrapped as its process begins.
 """
 
@@ -25,7 +25,7 @@ _tasks: set[asyncio.Task[None]] = set()
 
 
 def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> HeartbeatWriter | None:
-    """Return a heartbeat of this process, a `who`; None if hangs are not looked for, or see `held_memory`."""
+    """Return a heartbeat of this process, `who` in the log; None if detection of hangs is off, or see `held_memory`."""
     if not Settings.from_environ().hang_secs:
         return None
     return held_memory("heartbeat", HeartbeatWriter, f"hangs of this {who} are not noticed", describe)
