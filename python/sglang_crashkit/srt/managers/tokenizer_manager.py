@@ -47,9 +47,9 @@ _LEAST_FREE_BYTES = 1 << 20
 def on_crash_dump(dump: Function) -> Function:
     """Wrap ``TokenizerManager.dump_requests_before_crash``.
 
-    Upstream's method still writes the requests. The crash handler does the diagnostics with which that method goes on
-    from 0.5.13 on, and the call returns when the incident is complete; without a handler this process does them. An
-    error of the dump is in the log and in the incident. A second thread that calls waits until the first is done.
+    Upstream's method still writes the requests. From 0.5.13 on it also runs diagnostics: here the crash handler does,
+    and the call returns when the incident is complete; without a handler this process does. An error of the dump is in
+    the log and in the incident. A second thread that calls waits until the first is done.
     """
 
     def instead(dump: Function, manager: Any, *args: Any, **kwargs: Any) -> Any:
