@@ -187,7 +187,7 @@ def _own_processes(controller: Any) -> list[Any]:
 
 
 def _with_others(controller: Any, members: list[Child]) -> list[Child]:
-    """Add the controller's schedulers that are not among `members` to it, and return it."""
+    """Add the controller's other schedulers to `members`, and return it."""
     known = [member.process for member in members]
     members += [Child("", process) for process in _own_processes(controller) if process not in known]
     return members
