@@ -50,7 +50,7 @@ _ASKED_STATUSES = (None, 0, *(128 + number for number in (signal.SIGHUP, signal.
 def on_kill_process_tree(kill: Function) -> Function:
     """Wrap ``kill_process_tree``: it is announced to the crash handler, so that the deaths that follow are no incident.
 
-    After a crash, a process that kills itself or all of its children ends with a status that names the cause; see
+    After a crash, if the calling process kills itself or all of its children, its exit status names the cause; see
     `crash_exit`. If upstream's function has no ``wait_timeout`` (seconds), it gets one: the call returns when all
     processes that it killed are gone, and raises RuntimeError if they are not in time.
     """
@@ -138,7 +138,7 @@ def still_holding_resources(procs: Iterable[Any]) -> list[Any]:
 
 
 def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
-    """Wait for the end of all `procs`, which were sent SIGKILL; log a warning after 10 s or half the time.
+    """Wait for the end of all `procs`, which were sent SIGKILL; warn after 10 s or half of `wait_timeout`, if less.
 
     Woken by pidfds if the kernel gives any; also checks ``/proc`` every 0.1 s, as upstream does.
 
