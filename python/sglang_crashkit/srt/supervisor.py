@@ -120,7 +120,7 @@ class Child:
         return procfs.read_stat(self.pid, self.start_ticks) if self.pid is not None else None
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, reaped or not; for a process without descriptors."""
+        """Return whether a process without descriptors has ended, reaped or not."""
         stat = self.stat()
         return stat is None or (stat.state in "ZX" and stat.threads <= 1)
 
@@ -203,7 +203,7 @@ class Supervisor:
         return sorted((child for child in self.children if child.ended_at < _NEVER), key=lambda child: child.ended_at)
 
     def wait(self, seconds: float | None, others: Iterable[int] = ()) -> set[int]:
-        """Wait until a child ends or one of `others` is readable, at most `seconds`; return the readable `others`."""
+        """Wait at most `seconds` for a child's end, which it notes, or for readable `others`; return those."""
         living, others = self.living(), set(others)
         unseen = [child for child in living if child.pid is not None and not child.descriptors()]
         if unseen:
