@@ -136,8 +136,8 @@ class RingWriter:
     def _renew_held(self, room: int) -> None:
         """Write the oldest held records again, if the head is near them, before `room` bytes are written.
 
-        It writes twice `room` bytes of them, and the rest of the last record. It begins three eighths of the ring ahead
-        of them, so that a run of held records of seven sixteenths of the ring has been moved when the head arrives.
+        It writes twice `room` bytes of them, and the rest of the last record. It begins when the head is three eighths
+        of the ring away, so that a run of held records of seven sixteenths of the ring is moved before it arrives.
         """
         left = 2 * room
         while self._held:
