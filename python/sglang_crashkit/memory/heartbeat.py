@@ -52,7 +52,7 @@ PAUSED = 1
 BUSY = 2
 #: The process has stopped its heartbeat.
 OFF = 4
-#: It waits for the next message, which may take any time.
+#: The process waits for the next message, which may take any time.
 WAITING = 8
 
 _VERSION = 3
@@ -75,7 +75,7 @@ class Heartbeat:
     is_off: bool  # the process has stopped its heartbeat, which does not mean that it hangs
     mode: str = ""  # such as ``extend`` or ``decode``; empty if unknown
     tokens: int = 0
-    is_waiting: bool = False  # it waits for the next message, which may take any time
+    is_waiting: bool = False  # the process waits for the next message, which may take any time
     #: When the current garbage collection began; 0 if there is none. Other threads collect garbage too, so this and the
     #: fields below are no sign that the scheduler makes progress.
     collecting_since: float = field(default=0.0, compare=False)
@@ -117,7 +117,7 @@ class HeartbeatWriter:
         self.words[LOOP_TIME] = time.monotonic()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Unmap the memory and close its descriptor."""
         self.words.release()
         self._map.close()
         os.close(self.fd)
@@ -160,7 +160,7 @@ class HeartbeatReader:
         )
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Unmap the memory."""
         self._words.release()
         self._map.close()
 
