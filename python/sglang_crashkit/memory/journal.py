@@ -50,8 +50,8 @@ class JournalWriter(RingWriter):
     """Records the requests of this process in a ring of `size` bytes; for one thread; `lost` requests found no room.
 
     Raises:
-        RingError: there is no memory for it; each method raises it, too.
-        ValueError: raised by each method, the journal is closed.
+        RingError: there is no memory for it; each method raises this, too.
+        ValueError: the journal is closed; only methods raise this.
     """
 
     def __init__(self, size: int) -> None:
