@@ -1,10 +1,10 @@
 """Send one datagram from a process of the server to its crash handler, and receive the handler's acknowledgement.
 
-A message is a JSON object of at most 60 kB with ``event`` and ``at``. The kernel's credentials of the socket
-(``SO_PASSCRED``) identify the sender, never the message. The handler's socket is in a folder with mode 0700. While a
-sender waits, it has a socket in the same folder, ``reply-<pid>-<n>.sock``. It accepts answers only from the process
-that ``handler.pid`` in that folder names. The handler may ask it to wait longer, up to a total that the sender sets. A
-message may carry a descriptor, for which the handler needs no permission to inspect the sender.
+A message is a JSON object of at most 60 kB with ``event`` and ``at``. The sender is identified by the kernel's
+credentials of the socket (``SO_PASSCRED``), never by the message. The handler's socket is in a folder with mode 0700.
+While a sender waits, it has a socket in the same folder, ``reply-<pid>-<n>.sock``. The sender accepts answers only from
+the process that ``handler.pid`` in that folder names. The handler may ask it to wait longer, up to a total that the
+sender sets. A message may carry a descriptor, for which the handler needs no permission to inspect the sender.
 """
 
 from __future__ import annotations
