@@ -25,7 +25,7 @@ _CARRIED = "crashkit"
 
 @never_raises
 def let_carry(_engine: type, _server_args: Any, port_args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Pass the handler to actors, by these ``PortArgs`` and by all that this process makes from now on."""
+    """Make the handler known to actors, by these ``PortArgs`` and by all that this process makes from now on."""
     names = (SOCKET_VARIABLE, SPOOL_VARIABLE, MODE_VARIABLE)
     environ = set_here | {name: value for name in names if (value := published(name))}
     if not Settings.from_environ().enabled or SOCKET_VARIABLE not in environ:
