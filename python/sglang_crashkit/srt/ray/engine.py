@@ -15,7 +15,7 @@ from sglang_crashkit.srt.startup import StartupError
 
 
 def on_ray_launch(launch: Function) -> Function:
-    """Wrap ``RayEngine._launch_scheduler_processes``: pass the handler to the actors, and report a failed launch."""
+    """Wrap ``RayEngine._launch_scheduler_processes``: tell actors of the handler, and report a failed launch to it."""
 
     @functools.wraps(launch)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
