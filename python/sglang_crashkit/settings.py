@@ -100,7 +100,7 @@ class DiskLimits:
     max_core: int = _setting(MAX_CORE, _MEGABYTES, 4096 * MB)  # one GPU core
     #: The maximum number of finished incidents of a host; 0 for no limit.
     max_count: int = _setting("SGLANG_CRASHKIT_MAX_INCIDENTS", _NUMBER, 1000)
-    #: Incidents of a higher age are removed when a new one comes; 0 for no limit.
+    #: Incidents older than this are removed when a new one comes; 0 for no limit.
     max_age_secs: float = _setting("SGLANG_CRASHKIT_MAX_AGE_DAYS", _DAYS, 0.0)
 
 
