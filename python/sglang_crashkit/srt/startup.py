@@ -35,9 +35,9 @@ _MAX_CHILDREN = 16
 
 
 class StartupError(RuntimeError):
-    """A rank will not get ready; `children` are the failed processes, in the order in which they were noticed.
+    """A rank will not get ready; `children` are the dead or silent processes, the first one noticed first.
 
-    `event` is the event that reports it to the crash handler.
+    `event` is the event that reports this to the crash handler.
     """
 
     def __init__(self, children: Sequence[Child], message: str, event: str = "launch_failed") -> None:
