@@ -35,7 +35,7 @@ _MAX_CHILDREN = 16
 
 
 class StartupError(RuntimeError):
-    """A rank will not get ready; `children` are the dead or silent processes, the first one noticed first.
+    """A rank will not get ready; `children` are the processes that failed or are late, the first one noticed first.
 
     `event` is the event that reports this to the crash handler.
     """
