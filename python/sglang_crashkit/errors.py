@@ -1,10 +1,10 @@
-"""The errors of the kit and the exit codes they end a command with.
+"""The errors of the kit, and the exit codes with which they end a command.
 
 ::
 
     CrashkitError          1  failed
     ├── UsageError         2  the arguments make no sense
-    ├── NothingToDoError   3  nothing to do it on: no such process, incident or installation
+    ├── NothingToDoError   3  nothing to act on: no such process, incident or installation
     ├── RefusedError       4  refused: a foreign file, an unsupported release
     └── PartialError       5  done in part
 """
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-#: What ends a next step in which DIR stands for a crash folder, and one that looks at a path that cannot be read.
+#: Comments at the end of a next step in which DIR is a crash folder, and of one that inspects an unreadable path.
 WHAT_DIR_IS = "   # DIR: what the server was given as --crash-dump-folder"
 WHOSE_IT_IS = "   # says whose it is: run this as that user"
 
 
 class ExitCode(IntEnum):
-    """What a command's exit status says."""
+    """The exit statuses of the kit's commands."""
 
     DONE = 0
     FAILED = 1
@@ -27,13 +27,13 @@ class ExitCode(IntEnum):
     NOTHING = 3
     REFUSED = 4
     PARTIAL = 5
-    #: As a shell has it for a program that the signal ended: 128 + SIGINT, 128 + SIGTERM.
+    #: As a shell reports a program that a signal ended: 128 + SIGINT, 128 + SIGTERM.
     INTERRUPTED = 130
     TERMINATED = 143
 
 
 class CrashkitError(Exception):
-    """What happened, to which path or pid, and what to do next.
+    """An error that says what happened, to which path or pid, and what to do next.
 
     Args:
         message: one sentence that names the thing (path, pid, release).
@@ -66,12 +66,12 @@ class NothingToDoError(CrashkitError):
 
 
 class RefusedError(CrashkitError):
-    """Doing it would lose something or build on what the kit does not know."""
+    """The action would lose something, or rely on something that the kit does not know."""
 
     exit_code = ExitCode.REFUSED
 
 
 class PartialError(CrashkitError):
-    """Some of it is done; the message names what is not."""
+    """The action is done in part; the message names what is not done."""
 
     exit_code = ExitCode.PARTIAL

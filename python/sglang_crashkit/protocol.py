@@ -1,11 +1,10 @@
-"""One datagram from a process of the server to its crash handler, and the handler's acknowledgement.
+"""Send one datagram from a process of the server to its crash handler, and receive the handler's acknowledgement.
 
-A message is a JSON object of at most 60 kB with ``event`` and ``time``. The sender is taken from the kernel's
-credentials of the socket (``SO_PASSCRED``), never from the message. The handler's socket lies in a folder with mode
-0700, and so does that of a sender which waits, ``reply-<pid>-<n>.sock``, for as long as it does. It takes an answer
-from the process that ``handler.pid`` in that folder names and from no other, and the end of its wait is its own: the
-handler may ask it to wait on, up to a total that the sender sets. A message may carry a descriptor, for which the
-handler need not be allowed to look into the sender.
+A message is a JSON object of at most 60 kB with ``event`` and ``at``. The sender is identified by the kernel's
+credentials of the socket (``SO_PASSCRED``), never by the message. The handler's socket is in a folder with mode 0700.
+While a sender waits, it has a socket in the same folder, ``reply-<pid>-<n>.sock``. The sender accepts answers only from
+the process that ``handler.pid`` in that folder names. The handler may ask it to wait longer, up to a total that the
+sender sets. A message may carry a descriptor, for which the handler needs no permission to inspect the sender.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from typing import Any
 
 from sglang_crashkit.kernel.stack_hooks import read_handler_pid
 
-#: In an answer that is not the last one: for how many seconds at most the sender is asked to wait for that.
+#: A field of an answer that is not the last one: how many seconds the sender should wait for the next, at most.
 WAIT_FIELD = "wait_secs"
 
 _NUMBER = (int, float)
 _TOLD = {"message": (str,), "titles": (dict,), "exit_codes": (dict,)}
-#: What each event says beside ``time`` (since the epoch), by field with its types; they hold for `Message.fields`. The
-#: first ones go from the server to its handler, the last two from the handler to the server's main process.
+#: The fields of each event besides ``at`` (seconds of the monotonic clock), with their types; they hold for
+#: `Message.fields`. The last three events go from the handler to the server's main process, the others to the handler.
 EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "launch": {"mode": (str,)},
     "member": {"title": (str,)},
@@ -68,11 +67,11 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 }
 
 _MAX_BYTES = 60_000
-#: The kernel queues ten datagrams (net.unix.max_dgram_qlen); a handler at work lets more wait. Seconds.
+#: Time limit of `notify`, in seconds. The kernel queues ten datagrams (net.unix.max_dgram_qlen) for a busy handler.
 _QUEUE_FULL_SECS = 0.25
-#: The longest that a sender waits in all where it sets no other end, in seconds.
+#: The longest total wait of a sender that sets no other limit, in seconds.
 MAX_SECS = 60.0
-#: The most digits of a whole number in a message.
+#: The maximum number of digits of an integer in a message.
 _MAX_DIGITS = 18
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _DESCRIPTOR = struct.Struct("i")
@@ -80,29 +79,29 @@ _numbers = itertools.count()
 
 
 class HandlerUnreachableError(Exception):
-    """There is no crash handler behind the socket, or it took no message."""
+    """No crash handler listens at the socket, or it did not take the message."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message as the handler received it, from a process that the kernel names and a user that it takes it from."""
+    """A message as received: from the process that the kernel names, of a user that is allowed to send it."""
 
     event: str
-    fields: dict[str, Any]  # all but the event; of what `EVENTS` lists, only what has the type that belongs there
+    fields: dict[str, Any]  # all but the event; a field that `EVENTS` lists is left out if it has another type
     pid: int
-    address: bytes | None  # where an acknowledgement goes, None when the sender does not wait
-    descriptor: int | None = None  # what came with it, open until `close`; None where nothing did, or it was not wanted
+    address: bytes | None  # where to send an acknowledgement; None if the sender does not wait
+    descriptor: int | None = None  # passed with the message, open until `close`; None if absent, or not requested
 
     def close(self) -> None:
-        """Close the descriptor that came with it; to be called once."""
+        """Close the descriptor that came with the message; call it only once."""
         if self.descriptor is not None:
             os.close(self.descriptor)
 
 
 def notify(socket_path: str, event: str, *, descriptor: int | None = None, **fields: Any) -> None:
-    """Send a message and return, at once unless the handler is behind (then within a quarter of a second).
+    """Send a message and return at once, or within a quarter of a second if the handler's queue is full.
 
-    A `descriptor` is passed on with it, and stays open here. Fields are JSON values. Raises HandlerUnreachableError.
+    A `descriptor` is sent with it, and stays open here. Fields are JSON values. Raises HandlerUnreachableError.
     """
     with _datagrams() as sender:
         _send(sender, socket_path, event, fields, _QUEUE_FULL_SECS, descriptor)
@@ -119,31 +118,31 @@ def request(
 ) -> dict[str, Any]:
     """Send a message and wait for its acknowledgement.
 
-    It waits for `timeout_secs`, or as long as the handler asks for, but no longer than `max_secs` in all; `on_wait` is
-    called with for how many seconds from now the handler asks to wait. All fields are JSON values.
+    It waits for `timeout_secs`, or as long as the handler asks for, but at most `max_secs` in all. `on_wait` is called
+    with the number of seconds from now that the handler asks for, within that limit. All fields are JSON values.
 
     Returns:
-        The acknowledgement; empty when the handler took the message but did not answer in time, or cannot, because
+        The acknowledgement; empty if the handler took the message but did not answer in time, or cannot answer because
         there is no room for a socket beside the handler's.
 
     Raises:
-        HandlerUnreachableError: the message could not be handed over, or the handler died before it answered.
+        HandlerUnreachableError: the message could not be delivered, or the handler died before it answered.
     """
     last = time.monotonic() + max_secs
     deadline = min(time.monotonic() + timeout_secs, last)
     with _reply_socket(Path(socket_path).parent) as (sender, is_bound):
-        # Before it is asked: it may be asked to remove that.
+        # Read before the request, which may have the handler remove the file.
         handler_pid = read_handler_pid(Path(socket_path).parent)
         _send(sender, socket_path, event, fields | ({"wait": True} if is_bound else {}), min(timeout_secs, max_secs))
-        # Not select(2), which ends at descriptor 1023: a server with many connections is beyond it.
+        # Not select(2), which accepts no descriptor above 1023: a server with many connections has higher ones.
         poller = select.poll()
         poller.register(sender, select.POLLIN)
         reachable = True
         while is_bound:
             remaining = deadline - time.monotonic()
-            # Short turns, so that a handler that died while it worked is noticed long before the deadline.
+            # Wait in short turns, to notice the death of the handler long before the deadline.
             if poller.poll(max(0.0, min(remaining, 0.25)) * 1000):
-                # Somebody else's word moves no deadline.
+                # An answer of another process does not move the deadline.
                 answer = _receive_answer(sender, handler_pid)
                 if answer is not None:
                     if WAIT_FIELD not in answer:
@@ -155,7 +154,7 @@ def request(
             elif not reachable:
                 raise HandlerUnreachableError(f"the crash handler behind {socket_path} died")
             elif remaining > 0:
-                # It may have answered before it left, so its mailbox is looked into once more.
+                # The handler may have answered before it ended, so poll once more.
                 reachable = is_reachable(socket_path)
             if remaining <= 0:
                 break
@@ -168,14 +167,14 @@ def _datagrams() -> socket.socket:
 
 @contextlib.contextmanager
 def _reply_socket(folder: Path) -> Iterator[tuple[socket.socket, bool]]:
-    """Yield a socket to send from, and whether an answer can reach it at a path in `folder`; that is removed."""
+    """Yield a socket to send from, and whether it can get an answer, at a path in `folder`, which is removed later."""
     path = folder / f"reply-{os.getpid()}-{next(_numbers)}.sock"
     with _datagrams() as sender:
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:
             sender.bind(str(path))
         except OSError:
-            # The disk is full, or somebody removed the folder: the message may still arrive.
+            # The disk is full, or the folder was removed: the message may still arrive.
             yield sender, False
             return
         try:
@@ -186,7 +185,7 @@ def _reply_socket(folder: Path) -> Iterator[tuple[socket.socket, bool]]:
 
 
 def _receive_answer(sender: socket.socket, handler_pid: int | None) -> dict[str, Any] | None:
-    """Return the next answer; None where it is not the handler's."""
+    """Return the next answer; None if it is not from the handler."""
     try:
         data, ancillary, _flags, _address = sender.recvmsg(
             _MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
@@ -199,13 +198,13 @@ def _receive_answer(sender: socket.socket, handler_pid: int | None) -> dict[str,
 
 
 def _secs(value: object) -> float:
-    """Return the seconds that the handler asks for; 0 where it is no such number."""
+    """Return the seconds that the handler asks for; 0 if the value is not a positive finite number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return max(0.0, float(value)) if is_number else 0.0  # type: ignore[arg-type]
 
 
 def is_reachable(socket_path: str) -> bool:
-    """Say whether a process holds the socket at `socket_path` open."""
+    """Return whether a process holds the socket at `socket_path` open."""
     with _datagrams() as probe:
         try:
             probe.connect(socket_path)
@@ -227,7 +226,7 @@ def _send(
         raise HandlerUnreachableError(f"message of {len(data)} bytes is over {_MAX_BYTES}")
     seconds, fraction = divmod(max(patience_secs, 0.001), 1.0)
     try:
-        # The kernel wakes the sender when there is room again or when the handler dies.
+        # The kernel wakes the sender when the queue has room, or when the handler dies.
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(fraction * 1e6)))
         rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor))]
         sender.sendmsg([data], rights, 0, socket_path)
@@ -247,7 +246,7 @@ class Mailbox:
     def bind(path: Path) -> socket.socket:
         """Return a socket bound at `path`; the caller keeps or passes it on.
 
-        Raises OSError where the path is over 107 bytes or taken, or its folder is missing.
+        Raises OSError if the path is over 107 bytes or taken, or its folder is missing.
         """
         receiver = _datagrams()
         try:
@@ -263,9 +262,9 @@ class Mailbox:
         return self._receiver.fileno()
 
     def receive(self, limit: int = 64, *, descriptors: bool = False) -> list[Message]:
-        """Return the messages that are there now, `limit` at most; rubbish is passed over.
+        """Return the messages that have arrived, at most `limit`; skip invalid ones.
 
-        With `descriptors`, the one that came with a message is kept; then the caller closes each message.
+        With `descriptors`, keep the descriptor that came with a message; the caller must then close each message.
         """
         messages = []
         room = socket.CMSG_SPACE(_CREDENTIALS.size) + descriptors * socket.CMSG_SPACE(_DESCRIPTOR.size)
@@ -283,13 +282,13 @@ class Mailbox:
         return messages
 
     def acknowledge(self, message: Message, **fields: Any) -> None:
-        """Answer a sender that waits beside this socket; one that is gone is no error."""
+        """Answer a sender that waits at a socket in the folder of this one; do nothing if it is gone."""
         with self.line_to(message) as line:
             line(**fields)
 
     @contextlib.contextmanager
     def line_to(self, message: Message) -> Iterator[Callable[..., None]]:
-        """Yield what answers a sender that waits, also when the folder of its socket has been removed meanwhile."""
+        """Yield a function that answers a waiting sender, even after the folder of its socket has been removed."""
         with _datagrams() as line:
             reached = False
             if message.address is not None and _folder_of(message.address) == self._folder:
@@ -306,7 +305,7 @@ class Mailbox:
 
 
 def _beside(ancillary: list[tuple[int, int, bytes]]) -> tuple[int | None, int, list[int]]:
-    """Return a sender's pid (None where the kernel did not say it) and uid, and the descriptors that it passed."""
+    """Return a sender's pid (None if the kernel did not report it) and uid, and the descriptors that it passed."""
     pid, uid, passed = None, 0, list[int]()
     for level, kind, value in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
@@ -318,12 +317,12 @@ def _beside(ancillary: list[tuple[int, int, bytes]]) -> tuple[int | None, int, l
 
 
 def _folder_of(address: bytes | str) -> bytes:
-    # Abstract names are bytes, paths are text.
+    # Abstract names are bytes, paths are strings.
     return os.path.dirname(os.fsencode(address))  # noqa: PTH120
 
 
 def _bounded(digits: str) -> int:
-    """Return a whole number, of a long one the longest that is of use: of what is far longer Python makes no text."""
+    """Return an integer; 10**18 for one with more digits, because Python refuses to write very long ones as text."""
     return int(digits) if len(digits) <= _MAX_DIGITS else 10**_MAX_DIGITS
 
 
@@ -338,6 +337,6 @@ def _decode(data: bytes, pid: int | None, uid: int, address: bytes | str | None)
         return None
     event, waits = fields.pop("event"), fields.pop("wait", False) is True
     types = {"at": _NUMBER, **EVENTS.get(event, {})}
-    # The event counts, also where somebody else's version says something of it in another way.
+    # Keep the event even if another version sends a field of it with another type.
     known = {name: value for name, value in fields.items() if type(value) in types.get(name, (type(value),))}
     return Message(event, known, pid, os.fsencode(address) if waits and address else None)

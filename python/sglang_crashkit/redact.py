@@ -1,9 +1,9 @@
-"""Take keys, passwords and prompts out of what is written as evidence.
+"""Remove keys, passwords and prompts from evidence before it is written.
 
-A secret is known by its form (a token that says what it is, what stands before the host of an address), by the name
-that it stands beside (an option, a variable, a field, a header), or by its value, once that was seen beside such a
-name. What only looks random stays: the ids of requests, commits and files do. Upstream's word for what was taken out is
-used. All patterns take linear time.
+A secret is recognized by its form (a token with a prefix that names its kind, the user before the host of an address),
+by the name beside it (an option, a variable, a field, a header), or by its value, if that was seen beside such a name.
+Text that only looks random stays, because ids of requests, commits and files look random. Upstream's marker replaces
+the removed text. All patterns take linear time.
 
 It is applied where text leaves a process of the server (`srt.redaction`), and where a file is written into an incident
 (`incident.folder`) or a collection.
@@ -22,12 +22,12 @@ from typing import Any
 
 REDACTED = "<redacted>"
 
-#: Values shorter than this are too likely part of an ordinary word to be looked for in texts.
+#: Shorter values, in characters, are not looked for in texts: they may easily be part of an ordinary word.
 _MIN_VALUE = 6
-#: A run of this many characters that a text shares with a prompt is taken for the prompt's.
+#: A run of this many characters that a text shares with a prompt counts as part of the prompt.
 _RUN = 24
 _MAX_PROMPTS, _MAX_PROMPT_CHARS = 64, 4096
-#: What is nested deeper is left out.
+#: Lists and objects of JSON that are nested deeper are redacted.
 _MAX_DEPTH = 100
 
 _WORD_BREAK = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
@@ -37,13 +37,13 @@ _ALWAYS = frozenset(
         *("passphrase", "passwd", "password", "passwords", "secret", "secrets"),
     )
 )
-#: Last words of a secret's name; those of `_SELDOM` only where another one stands before it.
+#: Last words of a secret's name; those in `_SELDOM` only if another word precedes them.
 _LAST = frozenset({"apikey", "apikeys", "key", "token"})
 _SELDOM = frozenset({"auth", "pwd"})
-#: As the whole of a name these are rather any key, and a token of a text.
+#: As a complete name, these usually mean any key, and a token of a text.
 _AMBIGUOUS = frozenset({"key", "token"})
 _OF_KEYS = frozenset({"access", "api", "private", "secret"})
-#: What a key or token follows where it is no secret: the tokens of a model, and the keys of tables.
+#: The words before "key" or "token" in names that are no secrets: tokens of a model, keys of tables.
 _HARMLESS = frozenset(
     (
         *("bos", "cached", "cls", "eos", "first", "image", "audio", "video", "inter", "last", "mask", "new", "next"),
@@ -53,10 +53,10 @@ _HARMLESS = frozenset(
     )
 )
 
-#: What tells that a form may be there, the form, and what takes its place.
+#: The forms of secrets: a string that each match contains, the pattern, and its replacement.
 FORMS: tuple[tuple[str, str, str], ...] = (
     ("PRIVATE KEY", r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[\s\S]*?(?:-----END [A-Z ]{0,40}-----|\Z)", REDACTED),
-    # The user of Git's own addresses says nothing.
+    # The user ``git`` in addresses of Git is not a secret.
     ("@", r"(://)(?!git@)[^/\s\"'<>]{1,400}@", rf"\1{REDACTED}@"),
     ("=", r"([?&](?:X-\w{1,8}-)?(?:[Ss]ig|[Ss]ignature|[Kk]ey|[Tt]oken)=)[^&\s\"'<>]+", rf"\1{REDACTED}"),
     ("/services/", r"(hooks\.slack\.com/services/)[\w/]+", rf"\1{REDACTED}"),
@@ -80,15 +80,15 @@ FORMS: tuple[tuple[str, str, str], ...] = (
     ("-u", r"(?<!\S)((?:-u|--user|--proxy-user)[ =])[^\s:'\"]{1,200}:[^\s'\"]+", rf"\1{REDACTED}"),
 )
 _BASIC = re.compile(r"\b([Bb]asic\s{1,4})([A-Za-z0-9+/]{8,}={0,2})")
-#: A pair of a header, or of any name and value.
+#: A name and a value in parentheses or brackets, such as a header as Python or JSON writes it.
 _PAIR = re.compile(
     r"""([(\[]\s?b?\\{0,3}["'](?P<name>[A-Za-z_][\w.-]{0,100})\\{0,3}["'],\s{0,4})
         (?P<value>b?\\{0,3}(?P<sign>["'])(?:(?!(?P=sign))[^\n])*
           (?:(?<=\\)(?P=sign)(?!\s?[)\]])(?:(?!(?P=sign))[^\n])*){0,8}(?P=sign))(?=\s?[)\]])""",
     re.VERBOSE,
 )
-#: Options, and names of variables, whose value is the next word, each with what tells that one may be there: of a list
-#: as Python or JSON has it, and of YAML.
+#: Options, and names of variables, whose value is the next item of a list in Python or JSON, or of YAML; each with
+#: strings of which every match contains one.
 _LISTED = tuple(
     (needles, re.compile(rf"(?P<head>{head}){value}", re.MULTILINE))
     for needles, head, value in (
@@ -109,14 +109,14 @@ _LISTED = tuple(
         ),
     )
 )
-#: An option and the space or sign behind it, or a field (quoted or not) and the sign behind it.
+#: An option and the space or sign after it, or a field (quoted or not) and the sign after it.
 _NAMED = re.compile(
     r"""(?<![\w.-])(?:(?P<option>--?[A-Za-z][\w-]{0,100})(?:=|[ \t]{1,4})
       |(?P<field>[A-Za-z_][\w.-]{0,100})(?P<quoted>\\{0,3}["']?)\s{0,4}(?:=>?|:|->)\s{0,4})""",
     re.VERBOSE,
 )
-#: A quoted text, in the constructor of its class or not, maybe with a quote in it as a shell has one; a list or an
-#: object; or what has no space in it.
+#: A quoted text, which may be in the call of a constructor and have a quote in it as a shell escapes it; a list or an
+#: object; or a text without spaces.
 _VALUE = re.compile(
     r"""(?:(?:basic|bearer)\s{1,4})?
         (?:(?:\w{1,40}\(\s?)?b?(?P<quote>\\{0,3}(?P<sign>["'])).*?(?:(?<!\\)(?P=quote)(?:"'"'[^']*')*|\Z)
@@ -124,28 +124,28 @@ _VALUE = re.compile(
           |(?:[^\s"'&\\]|\\(?!["'\\nrt]))+)""",
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
-#: What a field has that is not set.
+#: The values of a field that is not set, or is a truth value.
 _NOTHING = frozenset({"", "None", "null", "True", "False", "true", "false"})
-#: How many tokens there are, and the place of a key.
+#: A number after "token" or "key", such as a count of tokens or the position of a key.
 _COUNT = re.compile(r"\d{1,12}(?:\.\d{1,9})?")
-#: The whole of a line of these is the value where it is not quoted.
+#: Headers whose value, if it is not quoted, is the rest of the line.
 _HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie"})
 _LINE = re.compile(r"digest\s[^\n]+|[^\n\"'\\]+", re.IGNORECASE)
 _NUMBERS = re.compile(r"(?<!\d)\d{1,20}(?:,\s?\d{1,20}){15,}")
 
-#: What is secret by its value in this process; see `learn`.
+#: Values that are secrets in this process; see `learn`.
 learned: set[str] = set()
 
 
 def learn(values: Iterable[str]) -> None:
-    """Have `redact_text` take these values out from now on wherever they stand; those that are too short are not."""
+    """Have `redact_text` remove these values everywhere from now on, except those that are too short."""
     learned.update(_telling(values))
 
 
 def is_secret_name(name: str) -> bool:
-    """Say whether what is called `name` is a secret: ``api_key``, ``--hf-token``, ``secretAccessKey``, ``DB_PASSWORD``.
+    """Return whether `name` names a secret: ``api_key``, ``--hf-token``, ``secretAccessKey``, ``DB_PASSWORD``.
 
-    A number or a single letter behind the name, as in ``watermark_key_b``, does not matter.
+    A single digit or letter as the last word, as in ``watermark_key_b``, is ignored.
     """
     words = [word.lower() for word in _WORD_BREAK.split(name) if word]
     if words and len(words) > 1 and len(words[-1]) == 1:
@@ -180,12 +180,12 @@ def _telling(values: Iterable[str]) -> set[str]:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return `text`, such as a message, JSON or a command line, without secrets; `secrets` wherever they stand."""
+    """Return `text`, such as a message, JSON or a command line, without secrets, and without `secrets` anywhere."""
     for value in sorted({*secrets, *learned}, key=len, reverse=True):
         text = text.replace(value, REDACTED)
     for needle, pattern, instead in FORMS:
         if needle in text:
-            # Compiled when it is needed: the hooks are to be imported at once.
+            # Compiled only when needed: importing the hooks must be fast.
             text = re.sub(pattern, instead, text)
     if "asic" in text:
         text = _BASIC.sub(_without_credentials, text)
@@ -195,7 +195,7 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
             text = listed.sub(_without_next, text)
     parts, done = [], 0
     for match in _NAMED.finditer(text):
-        # One whose own value has just been taken out is passed over.
+        # Skip a name that is part of a value that has just been removed.
         span = _span_of_value(text, match) if match.start() >= done else None
         if span is not None:
             parts += [text[done : span[0]], REDACTED]
@@ -204,13 +204,13 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def redact_command(words: Iterable[str], secrets: Iterable[str] = ()) -> str:
-    """Return a command line as a shell takes it, without secrets."""
-    # Each word first: what a shell writes for a quote in it would end a secret.
+    """Return a command line, quoted for a shell, without secrets."""
+    # Redact each word first: a quote in a secret is escaped for the shell, where a pattern would end the secret.
     return redact_text(shlex.join(redact_text(word, secrets) for word in words), secrets)
 
 
 def _without_credentials(match: re.Match[str]) -> str:
-    # In a sentence "Basic authentication" holds none.
+    # "Basic authentication" in a sentence has no credentials.
     try:
         is_pair = b":" in base64.b64decode(match[2] + "=" * (-len(match[2]) % 4))
     except binascii.Error:
@@ -230,20 +230,20 @@ def _without_second(match: re.Match[str]) -> str:
 
 
 def _span_of_value(text: str, match: re.Match[str]) -> tuple[int, int] | None:
-    """Return where the value of what `_NAMED` found begins and ends, without its quotes; None where it is no secret."""
+    """Return the begin and end of the value for a match of `_NAMED`, without its quotes; None if it is not a secret."""
     name = match["option"] or match["field"]
     is_secret, name = is_secret_name(name), name.lower()
     found = _VALUE.match(text, match.end()) if is_secret or name == "auth" else None
     if found is None or found[0].startswith("--"):
         return None
     quote = found["quote"]
-    # In a sentence "key: value" speaks of any key; as the name of a secret it has more words.
+    # "key: value" in a sentence means any key. The name of a secret has more words.
     if match["option"] is None and (name in _AMBIGUOUS or (name == "auth" and not (quote and match["quoted"]))):
         return None
     if quote is None:
         if name in _HEADERS and (line := _LINE.match(text, match.end())):
             found = line
-        # What ends a list, a call or a sentence is not taken for its own.
+        # A sign that ends a list, a call or a sentence is not part of the value.
         value = found[0].rstrip(" ,;)]}.")
         if name.endswith(("key", "token")) and _COUNT.fullmatch(value):
             return None
@@ -253,13 +253,13 @@ def _span_of_value(text: str, match: re.Match[str]) -> tuple[int, int] | None:
 
 
 def redact_json(value: Any, *, is_users: bool = False) -> Any:
-    """Return a JSON value without secrets, by the names of fields and in every text, however deep.
+    """Return a JSON value without secrets, recognized by the names of fields and in every text, at any depth.
 
     Args:
-        value: what `json.dumps` takes.
-        is_users: fields that are called ``key`` and ``token`` are secrets, too.
+        value: any value that `json.dumps` accepts.
+        is_users: the value is a user's: fields with the names ``key`` and ``token`` are secrets, too.
     """
-    # All texts at once are searched a hundred times as fast, and most have no secret.
+    # Searching all texts at once is a hundred times as fast, and most values have no secret.
     together = "\n".join(_texts_of(value))
     redact = redact_text if redact_text(together) != together else str
     return _without_secrets(value, is_users, redact, 0)
@@ -298,14 +298,14 @@ def _without_secrets(value: Any, is_users: bool, redact: Callable[[str], str], d
 
 
 def _is_secret_field(name: object, value: object, is_users: bool) -> bool:
-    # A number, and what is not set, is no secret.
+    # A number, and a field that is not set, is not a secret.
     if not isinstance(name, str) or not value or isinstance(value, (bool, int, float)):
         return False
     return is_secret_name(name) and (is_users or name.lower() not in _AMBIGUOUS)
 
 
 def _secret_places(value: Sequence[Any], is_users: bool) -> set[int]:
-    """Return where a list has a secret: behind its name in a pair, such as a header, and behind an option."""
+    """Return the indices of secrets in a list: after their name in a pair, such as a header, or after an option."""
     if len(value) == 2 and isinstance(value[1], str) and _is_secret_field(value[0], value[1], is_users):
         return {1}
     words = enumerate(itertools.pairwise(value), start=1)
@@ -317,24 +317,24 @@ def _secret_places(value: Sequence[Any], is_users: bool) -> set[int]:
 
 
 def _is_variable(value: Mapping[str, Any]) -> bool:
-    """Say whether it is a secret variable as Kubernetes has it."""
+    """Return whether an object is a secret environment variable in the form of Kubernetes."""
     name = value.get("name")
     return isinstance(name, str) and isinstance(value.get("value"), str) and is_secret_name(name)
 
 
 def redact_prompts(text: str, prompts: Iterable[str]) -> str:
-    """Return `text` without what it shares with any of `prompts`, and without long lists of numbers, such as tokens.
+    """Return `text` without the parts that it shares with `prompts`, and without long lists of numbers, such as tokens.
 
-    Of each prompt the first 4,096 characters are compared, of at most 64 prompts: this runs in a process that crashes.
+    The first 4,096 characters of at most 64 prompts are compared, because this runs in a process that crashes.
     """
     prompts = [prompt[:_MAX_PROMPT_CHARS] for prompt, _ in zip(prompts, range(_MAX_PROMPTS), strict=False)]
-    # In a message a prompt stands as it is or as Python writes it.
+    # A message contains a prompt as it is, or as `repr` writes it.
     text = redact_shared(text, [form for prompt in prompts for form in (prompt, repr(prompt)[1:-1])])
     return _NUMBERS.sub(lambda match: f"<{match[0].count(',') + 1} numbers>", text)
 
 
 def redact_shared(text: str, prompts: Sequence[str]) -> str:
-    """Return `text` without the runs of 24 characters that it shares with any of `prompts`, and the shorter ones."""
+    """Return `text` without runs of 24 characters that it shares with any of `prompts`, and without shorter prompts."""
     for prompt in prompts:
         if _MIN_VALUE <= len(prompt) < _RUN:
             text = text.replace(prompt, REDACTED)

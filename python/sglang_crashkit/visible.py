@@ -1,21 +1,21 @@
-"""Show a text from anywhere as it is, and let no character in it act: on a terminal, or on the text beside it."""
+"""Show a text from any source, without letting a character in it control the terminal or change the text beside it."""
 
 from __future__ import annotations
 
 import re
 
-#: Colours of a terminal, which logs are full of.
+#: Escape sequences for colours of a terminal, which are common in logs.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-#: What Python calls not printable and ordinary texts hold: the spaces of some languages, and what joins emoji.
+#: Characters of ordinary texts that Python calls not printable: the spaces of some languages, the joiner of emoji.
 _ORDINARY = frozenset("\xa0\u202f\u3000\u200d")
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
-    """Return `text` with an escape for each character that is not seen, or that changes how others are seen.
+    """Return `text` with an escape for each character that is invisible, or that changes how others are shown.
 
     Args:
-        text: anything.
-        keep: characters that stay, too; without a newline in it, what comes back is one line.
+        text: any text; colours in it are removed.
+        keep: further characters that stay; without a newline in it, the result is one line.
     """
     if text.isprintable():
         return text

@@ -1,1 +1,1 @@
-"""What outlives a process in memory: heartbeats and the journal of requests."""
+"""Memory that outlives the process that writes it: heartbeats, steps, the journal of requests, log records."""

@@ -1,10 +1,10 @@
 """A heartbeat: a page of memory that a process of the server writes to and its crash handler reads.
 
-A scheduler says in it what it does. The others without which no request is answered say only that they go on: in what
-follows they begin a round with each turn of their event loop, or each message, and the words from 3 on are 0.
+A scheduler records its activity in it. Other processes that every answer needs record only that they make progress:
+each pass of their event loop, or each message, counts as a round, and their words from 3 on are 0.
 
 The page belongs to no file system (see `ring.map_sealed`): stores to a mapped file stall while the kernel writes the
-page to a slow disk, and a segment of ``/dev/shm`` is left behind by a kill.
+page to a slow disk, and a killed process leaves a segment of ``/dev/shm`` behind.
 
 ::
 
@@ -12,17 +12,17 @@ page to a slow disk, and a segment of ``/dev/shm`` is left behind by a kill.
     word 1   PAUSED, BUSY, OFF and WAITING
     word 2   when the process last began a round of its event loop, in seconds
     word 3   when it last began a batch, in seconds, 0 before the first one
-    word 4   how many batches it began
-    word 5   how many requests the last one holds
-    word 6   its forward mode, a number that the release gives it
-    word 7   how many tokens it takes in, where it is an extend
-    word 8   when a garbage collection of Python began, in seconds, 0 between two
-    word 9   how many took longer than `LONG_SECS`
+    word 4   how many batches it has begun
+    word 5   how many requests the last batch has
+    word 6   forward mode of the last batch, a number of the release
+    word 7   how many input tokens the last batch has, if it is an extend
+    word 8   when the current garbage collection of Python began, in seconds, 0 if there is none
+    word 9   how many garbage collections took longer than `LONG_SECS`
     word 10  how long the last one of these took, in seconds
-    word 11  when that ended, in seconds
+    word 11  when that one ended, in seconds
 
 Words from 1 on are floating-point numbers of 64 bits, which Python makes and stores faster than integers of that size.
-Each is stored and loaded by a single instruction and means something by itself, so a reader needs no lock and never
+Each is stored and loaded by a single instruction and is independent of the others, so a reader needs no lock and never
 sees half of a value. Times are of ``CLOCK_MONOTONIC``: all processes of a machine share it, it is never set, and it
 stands still while the machine is suspended, as the scheduler does (``CLOCK_BOOTTIME`` goes on; see clock_gettime(2)).
 """
@@ -42,29 +42,29 @@ NAME = "sglang-crashkit-heartbeat"
 
 FLAGS, LOOP_TIME, BATCH_TIME, BATCHES, REQUESTS, MODE, TOKENS = range(1, 8)
 COLLECTING_SINCE, LONG_COLLECTIONS, COLLECTION_SECS, COLLECTION_ENDED = range(8, 12)
-#: A garbage collection that takes longer is told, in seconds.
+#: A garbage collection that takes longer is recorded as a long one, in seconds.
 LONG_SECS = 1.0
-#: Between two beats of the event loop of a process beside the schedulers, in seconds.
+#: The interval between two beats of an event loop in a process that is not a scheduler, in seconds.
 BEAT_SECS = 1.0
 #: The engine was paused by a request.
 PAUSED = 1
 #: The round handles a request that may take any time, such as an update of the weights.
 BUSY = 2
-#: The process beats no more.
+#: The process has stopped its heartbeat.
 OFF = 4
-#: It waits for the next message, which may take any time.
+#: The process waits for the next message, which may take any time.
 WAITING = 8
 
 _VERSION = 3
 MAGIC = (0x5347_4B49_5442_0000 | _VERSION).to_bytes(8, sys.byteorder)
 BYTES = 96
-#: In these a batch takes in tokens; of others the number is that of a batch before.
+#: Modes of a batch with input tokens; in other modes the number in word 7 is that of an earlier batch.
 _EXTENDS = frozenset({"extend", "mixed", "split_prefill"})
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a heartbeat says; see the layout. Times are in seconds of the monotonic clock."""
+    """The contents of a heartbeat; see the layout. Times are in seconds of the monotonic clock."""
 
     loop_at: float
     batch_at: float
@@ -72,12 +72,12 @@ class Heartbeat:
     requests: int
     paused: bool
     is_busy: bool
-    is_off: bool  # the process beats no more, which says nothing of how it is
-    mode: str = ""  # such as ``extend`` or ``decode``; empty where it is not known
+    is_off: bool  # the process has stopped its heartbeat, which does not mean that it hangs
+    mode: str = ""  # such as ``extend`` or ``decode``; empty if unknown
     tokens: int = 0
-    is_waiting: bool = False  # it waits for the next message, which may take any time
-    #: When a garbage collection began; 0 between two. Other threads collect too, so that this and what follows is no
-    #: sign.
+    is_waiting: bool = False  # the process waits for the next message, which may take any time
+    #: When the current garbage collection began; 0 if there is none. Other threads collect garbage too, so this and the
+    #: fields below are no sign that the scheduler makes progress.
     collecting_since: float = field(default=0.0, compare=False)
     long_collections: int = field(default=0, compare=False)
     collection_secs: float = field(default=0.0, compare=False)  # how long the last long one took
@@ -90,12 +90,12 @@ class Heartbeat:
 
     @property
     def at(self) -> float:
-        """When it last gave a sign, in seconds of the monotonic clock."""
+        """When the process last beat, in seconds of the monotonic clock."""
         return max(self.loop_at, self.batch_at)
 
     @property
     def doing(self) -> str:
-        """What the scheduler was about when it gave its last sign, in words."""
+        """The activity of the scheduler at its last beat, in words."""
         if self.in_batch:
             more = f" ({self.mode}{f' of {self.tokens:,} tokens' if self.tokens else ''})" if self.mode else ""
             return f"batch {self.batches}, of {self.requests} request{'' if self.requests == 1 else 's'}{more}"
@@ -105,7 +105,7 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """The end of the process that beats: `words` are stored to one at a time, `fd` is passed on to a reader.
+    """The writer's end of a heartbeat: the process stores to `words`, one at a time; a reader gets `fd`.
 
     Raises:
         RingError: the kernel gives no memory or no descriptor.
@@ -117,7 +117,7 @@ class HeartbeatWriter:
         self.words[LOOP_TIME] = time.monotonic()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Unmap the memory and close its descriptor."""
         self.words.release()
         self._map.close()
         os.close(self.fd)
@@ -127,7 +127,7 @@ class HeartbeatReader:
     """The crash handler's end of a `descriptor`, which stays open; `modes` names the forward modes by number.
 
     Raises:
-        RingError: it is something else, a heartbeat of another layout, or may be cut off while it is read.
+        RingError: it is not a heartbeat, has another layout, or is not sealed, so that it may shrink while it is read.
     """
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
@@ -138,7 +138,7 @@ class HeartbeatReader:
         self._words = memoryview(self._map).cast("d")
 
     def read(self) -> Heartbeat:
-        """Return what the heartbeat says now; whatever it holds, it says something."""
+        """Return the current contents of the heartbeat; any contents of the memory are valid."""
         said = [time_or_zero(word) for word in self._words]
         flags, batches = int(said[FLAGS]), int(said[BATCHES])
         mode = self._modes.get(int(said[MODE]), "") if batches else ""
@@ -160,11 +160,11 @@ class HeartbeatReader:
         )
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Unmap the memory."""
         self._words.release()
         self._map.close()
 
 
 def time_or_zero(seconds: float) -> float:
-    """Return a time of the monotonic clock, or a count; 0 in place of one that cannot be."""
+    """Return a time of the monotonic clock, or a count; 0 in place of an impossible value."""
     return seconds if 0 <= seconds < 2**33 else 0.0

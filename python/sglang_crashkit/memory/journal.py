@@ -1,11 +1,11 @@
-"""The request journal: what a process of the server was asked to do, in memory that outlives it.
+"""The request journal: the requests that a process of the server received, in memory that outlives the process.
 
-A request is noted when it arrives, with its inputs and sampling parameters, and again, in a few bytes, when it ends.
+A request is recorded when it arrives, with its inputs and sampling parameters, and again, in a few bytes, when it ends.
 The memory is a `ring`, in which an unfinished request outlives finished ones.
 
-Text is kept as UTF-8, token ids as integers of four bytes (eight where one does not fit), and all else as one JSON
-object: reading it runs no foreign code. As it is noted in SGLang's event loop, of a long prompt both ends are kept, and
-nothing is looked at that a user made larger than that.
+Text is kept as UTF-8, token ids as integers of four bytes (eight if one does not fit), and all else as one JSON object:
+reading it runs no foreign code. Requests are recorded in SGLang's event loop, so of a long prompt only both ends are
+kept, and other values that a user made too large are not read.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from typing import Any, NamedTuple
 from sglang_crashkit.memory.ring import RingReader, RingWriter
 from sglang_crashkit.model.step import short_rid
 
-#: Of the requests that ended those count that did within this time before the last event, in seconds. SGLang keeps as
-#: much in memory (``TokenizerManager.record_request_for_crash_dump``).
+#: Ended requests are returned if they ended within this time before the last event, in seconds. SGLang keeps finished
+#: requests in memory for the same time (``TokenizerManager.record_request_for_crash_dump``).
 KEPT_SECS = 300.0
-#: Of more token ids, or characters (wide: in a text with any beyond ASCII), than this the first and the last half of it
-#: are kept: as many tokens as a context of 128 k holds, and what is noted within a millisecond.
+#: The maximum numbers of token ids, and of characters of a text (wide: of one with any beyond ASCII); the first and the
+#: last half are kept of a longer prompt. A context of 128 k has as many tokens; recording them takes under 1 ms.
 MAX_IDS, MAX_CHARACTERS, MAX_WIDE = 131_072, 262_144, 65_536
 
 _BEGUN, _ENDED, _ABORTED = 1, 2, 3
-#: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
+#: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, time.
 BEGIN = struct.Struct("<B?BxIIIQd")
-#: kind, whether it was finished, number, when.
+#: kind, whether it was finished, number, time.
 END = struct.Struct("<B?6xQd")
 _ID_CODES = {4: "I", 8: "q"}
 _MAX_COUNTED = 256
-#: A reader keeps so many requests of one journal; more are in none that the kit wrote.
+#: The maximum number of requests that a reader keeps; a journal that the kit wrote has fewer.
 _MAX_REQUESTS = 100_000
 _LONG = 256
 _SCALARS = frozenset({bool, int, float, type(None)})
-#: What `weigh` counts for one value, and for the container that holds it, whatever it is.
+#: The weight that `weigh` gives to each item of a container, and to the container itself, of any type.
 _VALUE_WEIGHT = 64
-#: How heavy the fields of a request may be together; they take a quarter of a millisecond then.
+#: The maximum weight of a request's fields together; recording them takes a quarter of a millisecond then.
 MAX_WEIGHT = 64 * 1024
 
 
 class JournalWriter(RingWriter):
-    """Notes the requests of this process in a ring of so many bytes; for one thread; `lost` found no room any more.
+    """Records the requests of this process in a ring of `size` bytes; for one thread; `lost` requests found no room.
 
     Raises:
-        RingError: there is no memory for it; by each method, too.
-        ValueError: by each method, the journal is closed.
+        RingError: there is no memory for it; each method raises this, too.
+        ValueError: the journal is closed; only methods raise this.
     """
 
     def __init__(self, size: int) -> None:
@@ -59,12 +59,12 @@ class JournalWriter(RingWriter):
         self._number = 0
 
     def begin(self, fields: Mapping[str, Any], text: object = None, input_ids: object = None) -> int:
-        """Note a request that arrived, see `encode_begin`; return a number for `end`."""
+        """Record a request that arrived, see `encode_begin`; return its number, for `end`."""
         self._number += 1
         now = time.time()
         try:
             record = encode_begin(self._number, now, fields, text, input_ids, self.max_payload)
-        except Exception as error:  # noqa: BLE001 - another request may be an ordinary one
+        except Exception as error:  # noqa: BLE001 - the next request may be encodable
             why = {"request": f"it cannot be encoded: {type(error).__name__}"}
             kept = {"rid": short_rid(fields.get("rid")), "omitted": why}
             record = encode_begin(self._number, now, kept, None, None, self.max_payload)
@@ -72,43 +72,43 @@ class JournalWriter(RingWriter):
         return self._number
 
     def abort(self, number: int) -> None:
-        """Note that the request that `begin` gave this number is aborted; it may not have ended yet."""
+        """Record that the request with this number is aborted; it may not have ended yet."""
         self.append(END.pack(_ABORTED, False, number, time.time()))
 
     def end(self, number: int, *, finished: bool) -> None:
-        """Note that the request that `begin` gave this number ended: it was answered, or dropped."""
+        """Record that the request with this number ended: it was answered, or dropped if not `finished`."""
         self.release(number)
         self.append(END.pack(_ENDED, finished, number, time.time()))
 
 
 class JournaledRequest(NamedTuple):
-    """A request that a journal tells of; times are in seconds since the epoch."""
+    """A request in a journal; times are in seconds since the epoch."""
 
     arrived: float
-    ended: float | None  # None where it is under way
-    finished: bool  # it ended because it was answered, and was not dropped
-    offset: int  # where its record lies, as is the next
-    sequence: int
-    aborted: float | None = None  # when it was, by its client or by a request to abort; None if it was not
+    ended: float | None  # None if it is in progress
+    finished: bool  # it ended because it was answered, not because it was dropped
+    offset: int  # of its record in the ring
+    sequence: int  # of its record
+    aborted: float | None = None  # when its client or a request aborted it; None if it was not aborted
 
 
 class JournalReader(RingReader):
-    """Reads the journal of one process, dead or alive, and little of it at a time; see `RingReader`.
+    """Reads the journal of one process, which may be dead, a part of it at a time; see `RingReader`.
 
     Attributes:
-        requests: the unfinished ones, oldest first; then those that ended within `KEPT_SECS`, latest first.
-        lost: how many unfinished ones found no room.
+        requests: the unfinished requests, oldest first; then those that ended within `KEPT_SECS`, latest first.
+        lost: how many unfinished requests found no room.
 
     Raises:
-        RingError: it cannot be read or is no journal.
+        RingError: it cannot be read or is not a journal.
     """
 
     def __init__(self, descriptor: int, deadline: float = math.inf) -> None:
         super().__init__(descriptor, deadline=deadline)
         self.lost = 0
-        #: By kind and by the number of the request: sequence number and place of the record, when, and how it ended.
+        #: By kind and by the number of the request: sequence number, offset and time of the record; whether finished.
         found: dict[int, dict[int, tuple[int, int, float, bool]]] = {_BEGUN: {}, _ENDED: {}, _ABORTED: {}}
-        # When something was noted last, since the epoch.
+        # The sequence number and the time, since the epoch, of the newest record.
         newest, latest = -1, 0.0
         for record in self.records():
             is_newest = record.sequence > newest
@@ -125,12 +125,12 @@ class JournalReader(RingReader):
             if not 0 <= seconds < 2**33:
                 continue
             if is_newest:
-                # By its number: the machine's clock may have been set back since an earlier one.
+                # Chosen by number: the machine's clock may have been set back after an earlier record.
                 latest = seconds
             known = found[kind]
             if len(known) > _MAX_REQUESTS:
                 break
-            # One that was held may be there twice.
+            # A record that was held may be there twice.
             if request not in known or known[request][0] < record.sequence:
                 known[request] = record.sequence, record.offset, seconds, finished
         since = latest - KEPT_SECS
@@ -141,13 +141,13 @@ class JournalReader(RingReader):
             if end is None:
                 unfinished.append(JournaledRequest(arrived, None, False, offset, sequence, aborted))
             elif end[2] > since:
-                # What SGLang calls finished there is the abort.
+                # For an aborted request SGLang's `finished` means the abort.
                 finished = end[3] and aborted is None
                 ended.append((end[0], JournaledRequest(arrived, end[2], finished, offset, sequence, aborted)))
         self.requests = unfinished + [request for _sequence, request in sorted(ended, reverse=True)]
 
     def load(self, request: JournaledRequest) -> dict[str, Any] | None:
-        """Return all that is known of a request, see `decode_request`; None where it was overwritten meanwhile."""
+        """Return all that the journal has of a request, see `decode_request`; None if it has been overwritten."""
         record = self.payload(request.offset, request.sequence)
         return None if record is None else decode_request(record)
 
@@ -155,11 +155,11 @@ class JournalReader(RingReader):
 def encode_begin(
     number: int, seconds: float, fields: Mapping[str, Any], text: object, input_ids: object, most: int
 ) -> bytes:
-    """Return the record of a request that arrived, of `most` bytes at most, 4096 or more.
+    """Return the record of a request that arrived, of at most `most` bytes, which are 4096 or more.
 
-    Of a prompt that is too long its beginning and its end are kept; ``truncated`` says of ``text``, in characters, and
-    of ``input_ids`` how many of them are the ``first`` and the ``last``, and how many there were (``of``). What else is
-    too large, or no JSON value, is described below ``omitted``. The fields are not heavier than `MAX_WEIGHT`.
+    If a prompt is too long, its beginning and end are kept; ``truncated`` has, for ``text`` in characters and for
+    ``input_ids``, the numbers of ``first`` and ``last`` ones kept, and of all (``of``). ``omitted`` describes other
+    values that are too large, or not JSON. The weight of `fields` must not exceed `MAX_WEIGHT`.
     """
     omitted: dict[str, str] = dict(fields.get("omitted", ()))
     truncated: dict[str, dict[str, int]] = {}
@@ -171,7 +171,7 @@ def encode_begin(
         longest = min(MAX_CHARACTERS, room_of_text) if text.isascii() else min(MAX_WIDE, room_of_text // 4)
         encoded_text = _both_ends(text, longest, "text", truncated).encode("utf-8", "surrogatepass")
     elif text is not None and weigh(text, MAX_WEIGHT) <= MAX_WEIGHT:
-        # A pair of texts that are compared.
+        # A pair of texts to compare.
         fields = {**fields, "text": text}
     elif text is not None:
         omitted["text"] = describe(text)
@@ -188,10 +188,10 @@ def encode_begin(
 
 
 def decode_request(record: bytes) -> dict[str, Any]:
-    """Return all that the record of a beginning holds: the fields, ``text`` and ``input_ids``.
+    """Return the contents of a record of `encode_begin`: the fields, ``text`` and ``input_ids``.
 
     Raises:
-        ValueError: it is not such a record; RecursionError where it is nested too deep.
+        ValueError: it is not such a record; RecursionError if it is nested too deep.
     """
     _kind, has_text, id_size, fields_size, text_size, ids_size, _number, _seconds = BEGIN.unpack_from(record)
     text_begin = BEGIN.size + fields_size
@@ -209,7 +209,7 @@ def decode_request(record: bytes) -> dict[str, Any]:
 
 
 def describe(value: object) -> str:
-    """Say what a value is and how large, in place of the value."""
+    """Return the type and the size of a value, in words, to show in place of the value."""
     kind = type(value).__name__
     if isinstance(value, (bytes, bytearray)):
         return f"{kind}, {len(value)} bytes"
@@ -225,7 +225,7 @@ def describe(value: object) -> str:
 
 
 def weigh(value: object, most: int) -> int:
-    """Return about how long a value is as JSON, in bytes; no more of it is looked at once it is over `most`."""
+    """Return about how long a value is as JSON, in bytes; stop reading it once that is over `most`."""
     weight, rest = 0, [value]
     while rest and weight <= most:
         item = rest.pop()
@@ -240,7 +240,7 @@ def weigh(value: object, most: int) -> int:
             weight += _VALUE_WEIGHT * (1 + len(item))
             if weight <= most:
                 rest += item.values()
-                with contextlib.suppress(TypeError):  # keys that are no words are short
+                with contextlib.suppress(TypeError):  # keys that are not strings are short
                     weight += len("".join(item))
         elif isinstance(item, (list, tuple)):
             weight += _VALUE_WEIGHT * (1 + len(item))
@@ -250,7 +250,7 @@ def weigh(value: object, most: int) -> int:
 
 
 def _both_ends(value: Any, most: int, name: str, truncated: dict[str, dict[str, int]]) -> Any:
-    """Return a text or a list, or of one that is longer than `most` its beginning and its end, which is noted."""
+    """Return a text or a list; if it is longer than `most`, its beginning and end, and record that in `truncated`."""
     if len(value) <= most:
         return value
     half = max(0, most) // 2
@@ -259,7 +259,7 @@ def _both_ends(value: Any, most: int, name: str, truncated: dict[str, dict[str, 
 
 
 def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int]]) -> tuple[bytes, int]:
-    """Return token ids as so many bytes at most, and how many each takes, 0 where they are no flat list of integers."""
+    """Return token ids as at most `room` bytes, and the bytes of each id, 0 if they are not a flat list of integers."""
     if isinstance(input_ids, (list, tuple, array)):
         for size, code in _ID_CODES.items():
             with contextlib.suppress(TypeError, OverflowError):

@@ -1,23 +1,22 @@
 """A bounded ring of records in memory that outlives the process that writes it.
 
-The memory belongs to no file system (memfd_create(2)), and is there as long as somebody, such as a crash handler, holds
-a descriptor of it. SIGKILL of the writer loses nothing of it but the record that was being written. No store ends in
-SIGBUS: it is sealed against a change of its size, and reserved step by step, so that memory that is not there is an
-error.
+The memory belongs to no file system (memfd_create(2)), and exists as long as a process, such as the crash handler,
+holds a descriptor of it. If the writer is killed, only the record that it was writing is lost. No store raises SIGBUS:
+the memory is sealed against changes of its size, and allocated step by step, so that a lack of memory is an error.
 
-Records are framed and lie one behind the other; the newest overwrite the oldest::
+Records are framed and follow one another; the newest overwrite the oldest::
 
     memory  header (one page: magic, version, capacity, mark, checksum) | data (`capacity` bytes)
     record  mark | sequence number, length, records lost so far | checksum | payload      at a multiple of 32 bytes
 
-A reader needs no pointer that could be torn: it looks for the ring's *mark*, which is random, so that no payload can
-forge it, and believes a record with the right checksum. A payload that meets the end of the data goes on at its
-beginning.
+A reader needs no pointer, which could be torn. It searches for the ring's *mark*, which is random so that no payload
+can forge it, and accepts a record if its checksum is right. A payload that reaches the end of the data continues at
+the beginning.
 
-A record may be *held*: it is written again before it would be overwritten, as long as what is held fits in seven
-sixteenths of the ring. What is held beyond that is lost in the end, and counted.
+A record may be *held*: it is written again before it would be overwritten, as long as all held records fit in seven
+sixteenths of the ring. Held records beyond that are lost in the end, and counted.
 
-The last log records of a process are kept in such a ring, too.
+The last log records of a process are kept in a ring, too.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from sglang_crashkit.kernel.private_files import create_in_memory
 
 NAME = "sglang-crashkit-journal"
 
-#: Another one wherever a frame or a record in it changes: a server's kit may be newer than its crash handler.
+#: Changes with the layout of a frame or of a record in it: a server's kit may be newer than its crash handler.
 MAGIC = b"SGLCKJ04"
 _HEADER_BYTES = 4096
 HEADER = struct.Struct("<8sQ8s")  # magic, capacity, mark; a checksum of these follows
@@ -52,33 +51,33 @@ FRAME = struct.Struct("<8sQIII4x")  # mark, the covered fields, checksum
 FRAME_BYTES = FRAME.size
 _MIN_CAPACITY = 64 * 1024
 _MAX_CAPACITY = 1 << 30
-#: The longest payload: to copy it takes well under a millisecond.
+#: The maximum length of a payload, in bytes: copying it takes well under a millisecond.
 _MAX_PAYLOAD = 1 << 20
-#: The kernel clears so much memory in about a tenth of a millisecond.
+#: Memory is allocated in steps of this size, in bytes, each of which the kernel clears in about 0.1 ms.
 _STEP_BYTES = 256 * 1024
-#: A reader has so much of the ring in its memory at a time, and looks at so many times as much as the ring holds.
+#: How many bytes of the ring a reader has in memory at a time; how many times the ring's capacity it reads at most.
 _BLOCK_BYTES, _MAX_LOOKS = 1 << 20, 3
-#: Where a writer is killed, or goes on, few records are torn; of more the ring is not the kit's.
+#: The maximum number of torn records. A writer that is killed or goes on tears few; a ring with more is not the kit's.
 MAX_MISSES = 4096
-#: Of the name of a logger and what it said so many bytes are kept. More records are not: a ring of them takes 21 MB.
+#: The maximum length of a logger's name and message, in bytes; the maximum number of records: their ring takes 21 MB.
 MAX_LOG_BYTES, _MAX_LOG_RECORDS = 2048, 10_000
 LOG_HEAD = struct.Struct("<dH")  # seconds since the epoch, level
-#: A text that is passed on in memory, as it is longer than a datagram takes, is no longer than this, in bytes.
+#: The maximum length of a text that is passed in memory because it does not fit in a datagram, in bytes.
 MAX_BLOB_BYTES = 1 << 20
-#: Of ``linux/fcntl.h``, which a Python that was built on an older system lacks; see `kernel.private_files`.
+#: From ``linux/fcntl.h``; a Python that was built on an older system lacks them; see `kernel.private_files`.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 SEALS = 0x1 | 0x2 | 0x4  # against more seals, shrinking, growing
 
 
 class RingError(CrashkitError):
-    """There is no memory for a ring, a heartbeat or steps, or what was opened has another layout."""
+    """There is no memory for a ring, a heartbeat or steps, or the opened memory has another layout."""
 
 
 class RingWriter:
-    """Creates a ring of `size` bytes, with this `name` for the kernel, and appends to it; for one thread.
+    """Creates a ring of `size` bytes, which the kernel shows as `name`, and appends to it; for one thread.
 
-    It takes no more memory than was written to it. A reader gets `fd`, which is closed with the ring. `lost` counts the
-    held records that were lost.
+    It takes no more memory than was written to it. A reader gets `fd`, which is closed with the ring. `lost` is the
+    number of held records that were lost.
 
     Raises:
         RingError: the kernel gives no memory or no descriptor; nothing is left behind.
@@ -87,27 +86,27 @@ class RingWriter:
     def __init__(self, size: int, name: str = NAME) -> None:
         self.capacity = max(size - _HEADER_BYTES, _MIN_CAPACITY) // _ALIGNMENT * _ALIGNMENT
         self.max_payload = min(self.capacity // 16, _MAX_PAYLOAD) - FRAME_BYTES
-        #: A held record is written again when the head is so many bytes ahead of it.
+        #: A held record is written again when the head is this many bytes ahead of it.
         self._renewed_after = self.capacity - self.capacity // 8 * 3
         self.lost = 0
         self._mark = os.urandom(_MARK_BYTES)
         self._sequence = 0
-        #: Where the next record goes, and where a held one lies, counted on over the end of the data.
+        #: The position of the next record. This and the positions of held records count on beyond the end of the data.
         self._head = 0
-        #: By the number of the hold, oldest first: where, bytes of the payload, its checksum.
+        #: The held records by the number of the hold, oldest first: position, bytes of the payload, its checksum.
         self._held: dict[int, tuple[int, int, int]] = {}
         self._held_bytes = 0
-        #: Up to here no held record is due.
+        #: No held record is due before the head is beyond this position.
         self._none_due_until = 0
         self._reserved = min(_STEP_BYTES, self.capacity)
         head = HEADER.pack(MAGIC, self.capacity, self._mark)
         head += CHECKSUM.pack(zlib.crc32(head))
         self.fd, self._map = map_sealed(_HEADER_BYTES + self.capacity, name, head, _HEADER_BYTES + self._reserved)
-        # A ring that is not closed goes with its writer.
+        # Closes the descriptor of a ring that is not closed when its writer is deleted.
         self._close_fd = weakref.finalize(self, os.close, self.fd)
 
     def append(self, payload: bytes, *, hold: int | None = None) -> None:
-        """Write a record; `hold` is a number by which it is held until it is released, one that is not held now.
+        """Write a record, and hold it until `release` if `hold` is a number, which must not be in use.
 
         Raises:
             ValueError: the payload is too long, or the ring is closed.
@@ -120,25 +119,25 @@ class RingWriter:
         self._write(payload, zlib.crc32(payload), hold)
 
     def release(self, hold: int) -> None:
-        """Let a held record be overwritten when its turn comes; one that is not held is no error."""
+        """Let a held record be overwritten when its turn comes; do nothing if it is not held."""
         held = self._held.pop(hold, None)
         if held is not None:
             self._held_bytes -= _frame_size(held[1])
 
     def invalidate(self) -> None:
-        """Make it a ring that is not read any more: what it says would not be true from now on."""
+        """Make the ring unreadable, because its contents would not be true any more."""
         self._map[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
 
     def close(self) -> None:
-        """Give the memory back, unless somebody else holds it."""
+        """Free the memory, unless another process holds it."""
         self._map.close()
         self._close_fd()
 
     def _renew_held(self, room: int) -> None:
-        """Write the oldest held records again while there is time, before `room` bytes are written.
+        """Write the oldest held records again, if the head is near them, before `room` bytes are written.
 
-        Of them twice as much is written, and the rest of the last one: with three eighths of the ring as the distance,
-        a row of held records of seven sixteenths of the ring is out of the way when the head arrives.
+        It writes twice `room` bytes of them, and the rest of the last record. It begins when the head is three eighths
+        of the ring away, so that a run of held records of seven sixteenths of the ring is moved before it arrives.
         """
         left = 2 * room
         while self._held:
@@ -159,14 +158,14 @@ class RingWriter:
                 payload += self._map[_HEADER_BYTES : _HEADER_BYTES + length - until_end]
                 self._write(payload, checksum, hold)
         oldest = next(iter(self._held.values()), (self._head,))[0]
-        # What is held from now on lies no further back.
+        # A record that is held from now on lies at no earlier position.
         self._none_due_until = oldest + self._renewed_after
 
     def _write(self, payload: bytes, checksum: int, hold: int | None) -> None:
         begin, length = self._head, len(payload)
         end = begin + _frame_size(length)
         if end > self._reserved < self.capacity:
-            # In whole steps, or to the capacity.
+            # Allocate whole steps, or up to the capacity.
             reserved = min(-(-end // _STEP_BYTES) * _STEP_BYTES, self.capacity)
             try:
                 os.posix_fallocate(self.fd, _HEADER_BYTES + self._reserved, reserved - self._reserved)
@@ -190,24 +189,24 @@ class RingWriter:
 
 
 class Record(NamedTuple):
-    """A record that was whole when it was looked at."""
+    """A record that was complete when it was read."""
 
-    sequence: int  # its number; later ones have higher ones
+    sequence: int  # its number; later records have higher numbers
     lost: int  # how many held records had been lost when it was written
     offset: int  # where it begins, in bytes from the beginning of the data
     payload: bytes
 
 
 class RingReader:
-    """Reads a ring, also while it is written or after it was damaged, and little of it at a time.
+    """Reads a ring, a part of it at a time, also while it is written or after it was damaged.
 
-    It is read and not mapped: a page that was never written takes no memory then. The `descriptor` must stay open. What
-    the writer says of sizes is not believed: no more than `_MAX_LOOKS` times the ring is looked at, no record of more
-    than `max_payload` bytes, and nothing after the `deadline`, by the monotonic clock. `records` counts the `torn`
-    ones, and says whether it `is_cut`: ended early, for that or as too much was torn.
+    The ring is not mapped, so that a page that was never written takes no memory. The `descriptor` must stay open.
+    Sizes in the ring are not trusted: at most `_MAX_LOOKS` times its capacity is read, no record of more than
+    `max_payload` bytes, and nothing after the `deadline`, by the monotonic clock. `records` sets `torn`, the number of
+    torn records, and `is_cut`: whether it ended early, by one of these limits or because too many records are torn.
 
     Raises:
-        RingError: it cannot be read, by each method too, or it is no ring.
+        RingError: it is not a ring; or it cannot be read, which each method raises, too.
     """
 
     def __init__(self, descriptor: int, max_payload: int = _MAX_PAYLOAD, deadline: float = math.inf) -> None:
@@ -218,14 +217,14 @@ class RingReader:
         self.torn, self.is_cut = 0, False
 
     def records(self) -> Iterator[Record]:
-        """Yield the records that are whole, in the order in which they lie, which is not that of their numbers."""
+        """Yield the complete records in the order of their offsets, which is not that of their numbers."""
         self.torn, self.is_cut, self._bytes_left = 0, False, _MAX_LOOKS * self._capacity
         position = misses = 0
         while position < self._capacity:
             block = self._pread(position, min(_BLOCK_BYTES, self._capacity - position))
             if not block:
                 break
-            # Of records that the one before goes on over, none begins in this block.
+            # The next block begins behind this one, or behind a record that extends beyond it.
             found, end = block.find(self._mark), len(block)
             while found != -1:
                 if self._bytes_left <= 0 or misses > MAX_MISSES or time.monotonic() > self._deadline:
@@ -244,13 +243,13 @@ class RingReader:
             position += end
 
     def payload(self, offset: int, sequence: int) -> bytes | None:
-        """Return what the record of that number holds; None when it was overwritten meanwhile."""
+        """Return the payload of the record with this offset and number; None if it has been overwritten."""
         frame = self._pread(offset, FRAME_BYTES)
         record = self._read(offset, memoryview(frame)) if len(frame) == FRAME_BYTES else None
         return record.payload if record is not None and record.sequence == sequence else None
 
     def _read(self, offset: int, known: memoryview) -> Record | None:
-        """Return the record at `offset`, of which the beginning is `known`; None where there is no whole one."""
+        """Return the record at `offset`, whose first bytes are `known`; None if there is no complete record."""
         mark, sequence, length, lost, checksum = FRAME.unpack_from(known)
         if mark != self._mark or length > min(self._max_payload, self._capacity - FRAME_BYTES):
             return None
@@ -275,7 +274,7 @@ class RingReader:
 
 
 class LogRecord(NamedTuple):
-    """What was logged, at so many seconds since the epoch; `level` is as `logging` numbers them."""
+    """A log record; its time is in seconds since the epoch, and `level` is a number as in `logging`."""
 
     seconds: float
     level: int
@@ -284,7 +283,7 @@ class LogRecord(NamedTuple):
 
 
 class LogWriter(RingWriter):
-    """Notes the log records of this process, at least so many, each as long as it may be; for one thread at a time.
+    """Keeps the last log records of this process, at least `records`, even if all are long; for one thread at a time.
 
     Raises:
         RingError: there is no memory for it.
@@ -295,15 +294,15 @@ class LogWriter(RingWriter):
         super().__init__(_HEADER_BYTES + min(records, _MAX_LOG_RECORDS) * longest, "sglang-crashkit-log")
 
     def note(self, seconds: float, level: int, logger: str, text: str) -> None:
-        """Note a record, as `append` does; what is longer than `MAX_LOG_BYTES` is cut."""
+        """Append a log record; its name and text are cut at `MAX_LOG_BYTES`. Raises what `append` does."""
         said = f"{logger}\0{text}".encode(errors="backslashreplace")
         self.append(LOG_HEAD.pack(seconds, level) + said[:MAX_LOG_BYTES])
 
 
 def read_log(descriptor: int, most: int, deadline: float = math.inf) -> list[LogRecord]:
-    """Return the last records of a ring of log records, `most` of them, oldest first.
+    """Return the last `most` records of a ring of log records, oldest first.
 
-    No more is in memory at a time, whatever the ring holds. Nothing is read after `deadline`, by the monotonic clock.
+    At most that many are in memory at a time. Nothing is read after `deadline`, by the monotonic clock.
 
     Raises:
         RingError: it cannot be read or is no ring.
@@ -320,7 +319,7 @@ def read_log(descriptor: int, most: int, deadline: float = math.inf) -> list[Log
 
 
 def is_ring(descriptor: int) -> bool:
-    """Say whether a descriptor is of memory that is sealed as a ring's is; reading that cannot block."""
+    """Return whether a descriptor refers to memory that is sealed like a ring's, which can be read without blocking."""
     try:
         return fcntl.fcntl(descriptor, _F_GET_SEALS) & SEALS == SEALS
     except OSError:
@@ -329,15 +328,15 @@ def is_ring(descriptor: int) -> bool:
 
 
 def is_sealed(descriptor: int, size: int, magic: bytes) -> bool:
-    """Say whether a descriptor is of sealed memory of so many bytes that begins with `magic`."""
+    """Return whether a descriptor refers to sealed memory of `size` bytes that begins with `magic`."""
     return is_ring(descriptor) and os.fstat(descriptor).st_size == size and os.pread(descriptor, len(magic), 0) == magic
 
 
 def map_sealed(size: int, name: str, head: bytes, reserved: int) -> tuple[int, mmap.mmap]:
-    """Return a descriptor of memory that begins with `head`, and a map of it; no process can make it shorter or longer.
+    """Return a descriptor of memory that begins with `head`, and a mapping of it; no process can change its size.
 
-    So many bytes are `reserved`: of them, memory that is not there is missed now and not at the first store. A child
-    that this process forks writes elsewhere.
+    The first `reserved` bytes are allocated, so that a lack of memory is an error here, not at the first store. In a
+    forked child, private memory replaces the mapping.
 
     Raises:
         RingError: the kernel gives no memory or no descriptor; nothing is left behind.
@@ -350,7 +349,7 @@ def map_sealed(size: int, name: str, head: bytes, reserved: int) -> tuple[int, m
         fcntl.fcntl(descriptor, _F_ADD_SEALS, SEALS)
         os.posix_fallocate(descriptor, 0, reserved)
         os.pwrite(descriptor, head, 0)
-        # With all pages where all are there, or each would be looked for at the first store to it.
+        # If all pages are allocated, map them now. Otherwise the first store to each would be a page fault.
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if reserved == size else 0)
         mapping = mmap.mmap(descriptor, size, flags=flags)
     except (OSError, ValueError) as error:
@@ -361,17 +360,17 @@ def map_sealed(size: int, name: str, head: bytes, reserved: int) -> tuple[int, m
     return descriptor, mapping
 
 
-#: What this process writes to and its crash handler reads; a child that it forks writes elsewhere.
+#: The mappings that this process writes to and its crash handler reads; private memory replaces them in a forked child.
 _own_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _map_pages = ctypes.CDLL(None, use_errno=True).mmap
 _map_pages.restype = ctypes.c_void_p
 _map_pages.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-#: Of ``asm-generic/mman.h``: in place of what is there, and promised no memory before it is written to.
+#: From ``asm-generic/mman.h``: replace the mapping at this address; reserve no memory before it is written to.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
 def _detach_child() -> None:
-    """Have a forked child write to private memory: what it writes is lost."""
+    """In a forked child, replace the mappings by private memory: what the child writes is lost."""
     for mapping in _own_maps:
         if not mapping.closed:
             address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -398,10 +397,10 @@ def write_blob(data: bytes) -> int:
 
 
 def read_blob(descriptor: int) -> bytes:
-    """Return what the memory holds, of which `MAX_BLOB_BYTES` at most.
+    """Return the contents of sealed memory, at most `MAX_BLOB_BYTES`.
 
     Raises:
-        RingError: it is no such memory; reading anything else might block.
+        RingError: it is not sealed memory, so that reading might block; or it cannot be read.
     """
     try:
         if is_ring(descriptor):

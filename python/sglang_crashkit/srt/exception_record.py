@@ -1,7 +1,7 @@
-"""An exception ends a process of the server, or a thread of one: the process itself tells of it, and writes a record.
+"""Report and record the exception that ends this process or one of its threads.
 
-``threading.excepthook`` is chained: whatever was there before is called next, and prints the traceback as ever. What
-upstream handles in the thread itself, such as a worker that fails one request and takes the next, does not come here.
+``threading.excepthook`` is chained: the previous hook is called next and prints the traceback as usual. An exception
+that upstream handles within the thread, such as in a worker that fails one request and takes the next, is not seen.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from sglang_crashkit.settings import SPOOL_VARIABLE, published
 from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Lately, never_raises, notify, request, shorten
 from sglang_crashkit.srt.redaction import fields_of, redact
 
-#: The spool, the folder of incidents that it is in, and the host's.
+#: Folders of this user in the spool's path: the spool, the folder of incidents that it is in, and the host's folder.
 _OWN_FOLDERS = 3
 _MAX_REQUESTS = 64
 MAX_MESSAGE = 4000
-#: Of an exception as Python prints it, with those that led to it, the last of so many characters.
+#: The maximum length of an exception and its chain as Python prints them, in characters; the end is kept.
 MAX_PRINTED = 16_000
-#: As many prompts as are compared with a message; see `redact.redact_prompts`.
+#: The number of prompts that `redact.redact_prompts` compares with a message.
 _MAX_PROMPTS = 64
-#: What a request calls its text.
+#: Attributes of a request that hold its text.
 _TEXTS = ("text", "input_text", "origin_input_text")
-#: Where a ``Scheduler`` has the batch that it works on, up to 0.5.15.post1 and from 0.5.16 on; what its functions call
-#: it; and where it has that which it decodes.
+#: The attribute of a ``Scheduler`` with the batch that it works on, up to 0.5.15.post1 and from 0.5.16 on; the name of
+#: the batch in its functions; the attribute with the batch that it decodes.
 _AT_WORK, _LOCAL, _DECODED = ("cur_batch", "cur_batch_for_debug"), "batch", "running_batch"
 
-#: Threads that end in the same way, and exceptions that SGLang catches, are told of once in this time, in seconds; and
-#: so many ways that threads end in, in a process.
+#: The interval between two reports of the same exception, which ends threads or is caught by SGLang, in seconds; the
+#: maximum number of different exceptions of threads that are reported within it.
 _AGAIN_SECS, _MAX_WAYS = 60.0, 32
 _MAX_NAME = 120
 
 _lately, _numbers = Lately(_AGAIN_SECS, _MAX_WAYS), count(1)
-#: Of those that SGLang catches fewer: each holds up an event loop for as long as prompts are looked for in it.
+#: Allows fewer caught exceptions: each holds up an event loop while its text is searched for prompts.
 _caught_lately = Lately(_AGAIN_SECS, 4)
-#: The exception that this process told of last.
+#: The exception that this process reported last.
 _told: BaseException | None = None
-#: Before multiprocessing's own finalizers, which end this process's children.
+#: The priority that runs a finalizer before multiprocessing's own, which end this process's children.
 _FIRST = 1 << 30
 
 
 @never_raises
 def tell_uncaught(find_gpu: Callable[[], str | None]) -> None:
-    """Have this process, where multiprocessing started it, tell of what ends it though SGLang does not catch it.
+    """Report an exception that SGLang does not catch and that ends this process, if multiprocessing started it.
 
-    A panic of a Rust library (PyO3's ``PanicException``) and ``sys.exit`` pass SGLang's ``except Exception`` by.
-    multiprocessing runs what is registered here while such an exception is being handled.
+    SGLang's ``except Exception`` misses a panic of a Rust library (PyO3's ``PanicException``) and ``sys.exit``.
+    multiprocessing runs the finalizer that is registered here while such an exception is being handled.
     """
     util.Finalize(None, _tell_uncaught, args=(find_gpu,), exitpriority=_FIRST)
 
@@ -69,7 +69,7 @@ def tell_uncaught(find_gpu: Callable[[], str | None]) -> None:
 @never_raises
 def _tell_uncaught(find_gpu: Callable[[], str | None]) -> None:
     error = sys.exc_info()[1]
-    # By Ctrl-C, or with status 0, a process ends as somebody asked it to.
+    # Ctrl-C or status 0 means that the process was asked to end.
     is_asked = isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code)
     if error is not None and not is_asked and error is not _told:
         tell_exception(find_gpu())
@@ -77,16 +77,16 @@ def _tell_uncaught(find_gpu: Callable[[], str | None]) -> None:
 
 @never_raises
 def tell_exception(gpu: str | None = None) -> None:
-    """Write down the exception being handled, and wait until the server's other processes were captured.
+    """Record and report the exception being handled, and wait until the server's other processes are captured.
 
-    To be called before the parent is told: what the parent does then ends the others. Returns after at most
-    `CAPTURE_WAIT_SECS`. `gpu` is the UUID of the GPU that this process computes on.
+    Call it before the parent learns of the failure, because the parent then ends the other processes. Returns after at
+    most `CAPTURE_WAIT_SECS`. `gpu` is the UUID of the GPU that this process computes on.
     """
     global _told
     error = _told = sys.exc_info()[1]
     is_exit = isinstance(error, SystemExit)
     if isinstance(error, SystemExit) and error.__context__ is not None:
-        # It says that the process ends, and what was being handled says why.
+        # SystemExit only ends the process. The exception that was being handled is the cause.
         error = error.__context__
     if error is None:
         return
@@ -95,9 +95,9 @@ def tell_exception(gpu: str | None = None) -> None:
 
 @never_raises
 def tell_caught(gpu: str | None = None) -> None:
-    """Write down the exception being handled, after which SGLang serves on, and tell of it; wait for nothing.
+    """Record and report the exception being handled, after which SGLang serves on; don't wait for the crash handler.
 
-    One that comes again and again is told once a minute. `gpu` is as of `tell_exception`.
+    A repeated exception is reported once a minute. `gpu` is as of `tell_exception`.
     """
     error = sys.exc_info()[1]
     if error is not None and _caught_lately.is_news((type(error), *_places(error.__traceback__))):
@@ -106,7 +106,7 @@ def tell_caught(gpu: str | None = None) -> None:
 
 @never_raises
 def watch_threads(*, of_all: bool) -> None:
-    """Tell the crash handler of each thread that an exception ends; of a user's program only those of SGLang's code."""
+    """Report each thread that an exception ends; unless `of_all`, only if SGLang's code is in the traceback."""
     previous = threading.excepthook
     if getattr(previous, "__module__", "") == __name__:
         return
@@ -121,7 +121,7 @@ def watch_threads(*, of_all: bool) -> None:
 @never_raises
 def _tell_of_thread(args: threading.ExceptHookArgs, of_all: bool) -> None:
     error = args.exc_value
-    # A thread ends itself by SystemExit; as the interpreter ends, what a thread uses is taken from it.
+    # SystemExit is an orderly end of a thread. During its shutdown the interpreter removes objects that threads use.
     if error is None or isinstance(error, SystemExit) or sys.is_finalizing():
         return
     places = _places(args.exc_traceback)
@@ -136,16 +136,16 @@ def _places(trace: TracebackType | None) -> list[str]:
 
 
 def _notify_of(error: BaseException, event: str, name: str, **fields: Any) -> None:
-    """Tell of an exception that ends no process; its record is removed where the handler cannot be reached."""
+    """Report an exception that ends no process; remove its record if the handler cannot be reached."""
     told = write_record(error, f"{name}-{next(_numbers)}")
     if not notify(event, **fields, **told) and told["record"] is not None:
         Path(told["record"]).unlink(missing_ok=True)
 
 
 def write_record(error: BaseException, name: str) -> dict[str, Any]:
-    """Write down an exception as ``<name>-<pid>.json``; return its ``message``, one line, and ``record``, or None."""
+    """Write an exception to ``<name>-<pid>.json``; return its one-line ``message`` and its ``record``, path or None."""
     trace, withheld = error.__traceback__, f"{type(error).__name__}: {REDACTED}"
-    # What is cut before it is searched may end in half a secret.
+    # A text that is cut before the search for secrets may end in half a secret.
     message = _redacted("".join(traceback.format_exception_only(error)).strip()[:MAX_PRINTED], trace) or withheld
     return {"message": message.splitlines()[0][:300], "record": _write(error, name, message[:MAX_MESSAGE])}
 
@@ -158,18 +158,18 @@ def _write(error: BaseException, name: str, message: str) -> str | None:
     frames: dict[int, FrameType] = sys._current_frames()
     record = {
         "pid": os.getpid(),
-        # setproctitle, once it is asked anything, rewrites the command line of this process.
+        # Not by setproctitle: asking it for the title rewrites the command line of this process.
         "title": procfs.read_title(os.getpid()),
         "time": time.time(),
         "message": message,
         "traceback": _format_frames(traceback.extract_tb(trace)),
         "printed": _printed(error, trace) or message,
         "batch": _describe_batch(trace),
-        # Innermost first, as every stack of the kit; the traceback alone is as Python prints it.
+        # Innermost frame first, as in all stacks of the kit; only the traceback is in Python's order.
         "threads": {str(ident): _format_frames(traceback.extract_stack(one))[::-1] for ident, one in frames.items()},
     }
     with contextlib.suppress(OSError, CrashkitError):
-        # Made anew where another server's crash handler removed it, as this one's was killed.
+        # Creates the spool if this server's handler was killed and another server's handler removed the spool.
         folder = OwnFolder(Path(spool), _OWN_FOLDERS)
         path = f"{name}-{os.getpid()}.json"
         write_json(folder.path / path, record)
@@ -181,14 +181,14 @@ def _write(error: BaseException, name: str, message: str) -> str | None:
 def _printed(error: BaseException, trace: TracebackType | None) -> str:
     printed = "".join(traceback.format_exception(type(error), error, trace))
     if len(printed) > MAX_PRINTED:
-        # In a line that is cut a secret has lost its name.
+        # In a line that is cut, a secret may have lost the name that marks it.
         printed = printed[-MAX_PRINTED:].partition("\n")[2] or printed[-MAX_PRINTED:]
     return _redacted(printed, trace) or ""
 
 
 @never_raises
 def _redacted(message: str, trace: TracebackType | None) -> str:
-    """Return a message without secrets and prompts; None where these could not be looked for."""
+    """Return a message without secrets and prompts; None if the search for them failed."""
     return redact(message, never_raises(find_configuration)(trace), prompts=find_prompts(trace))
 
 
@@ -211,7 +211,7 @@ def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
 
 
 def find_batches(trace: TracebackType | None) -> Iterator[tuple[Any, Any]]:
-    """Yield each batch, and what has it: those at work first, then one that a function has, innermost first."""
+    """Yield each batch with its owner: current batches, then functions' batches, innermost first, then decoded ones."""
     owners, seen = _owners(trace), set[int]()
     at_work = ((owner, getattr(owner, name, None)) for name in _AT_WORK for owner in owners)
     local = ((frame.get("self"), frame.get(_LOCAL)) for frame in reversed(list(_frames(trace))))
@@ -223,7 +223,7 @@ def find_batches(trace: TracebackType | None) -> Iterator[tuple[Any, Any]]:
 
 
 def find_configuration(trace: TracebackType | None) -> Any:
-    """Return the ``ServerArgs`` that a function was called with or its object has; None if absent."""
+    """Return the ``ServerArgs`` in a frame's variables or in its ``self``, outermost frame first; None if absent."""
     for frame in _frames(trace):
         configuration = frame.get("server_args") or getattr(frame.get("self"), "server_args", None)
         if configuration is not None:
@@ -232,7 +232,7 @@ def find_configuration(trace: TracebackType | None) -> Any:
 
 
 def find_prompts(trace: TracebackType | None) -> list[str]:
-    """Return texts that users sent and that were in reach or that the process works on, some of them."""
+    """Return texts of users, at most `_MAX_PROMPTS`: from frames' variables, batches, queues and current requests."""
     requests = (each for _owner, batch in find_batches(trace) for each in getattr(batch, "reqs", None) or ())
     of_batches = (text for each in requests for text in _texts(getattr(each, "origin_input_text", None)))
     of_owners = (text for owner in _owners(trace) for text in prompts_of(owner))
@@ -240,7 +240,7 @@ def find_prompts(trace: TracebackType | None) -> list[str]:
 
 
 def prompts_of(owner: Any) -> Iterator[str]:
-    """Yield the texts of the requests that a ``Scheduler`` has in its queue, or a ``TokenizerManager`` works on."""
+    """Yield the texts of requests in a ``Scheduler``'s queue, or of those that a ``TokenizerManager`` works on."""
     for each in getattr(owner, "waiting_queue", None) or ():
         yield from _texts(getattr(each, "origin_input_text", None))
     for state in list((getattr(owner, "rid_to_state", None) or {}).values()):
@@ -248,11 +248,11 @@ def prompts_of(owner: Any) -> Iterator[str]:
 
 
 def _at_hand(trace: TracebackType | None) -> Iterator[str]:
-    """Yield the texts of requests that are in the frames' own variables."""
+    """Yield the texts of requests in the frames' local variables."""
     for frame in _frames(trace):
         for value in list(frame.values()):
             found: list[str] = []
-            # Such as a proxy of what is gone raises whatever it is asked.
+            # Reading a value may raise, for example if it is a weak proxy of a deleted object.
             with contextlib.suppress(Exception):
                 fields = {} if isinstance(value, (type, ModuleType)) else fields_of(value)
                 batch = fields.get("batch")

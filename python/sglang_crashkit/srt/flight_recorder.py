@@ -1,10 +1,10 @@
-"""Let the flight recorders of a scheduler be asked what its collectives are doing; see `capture.flight_request`.
+"""Prepare the flight recorders of a scheduler for queries about its collectives; see `capture.flight_request`.
 
-That of NCCL is asked through a pipe. PyTorch makes it in a thread in which an error ends the process: where two make
-one of the same name at the same moment, or where the folder is not there or has no pipes. So each process gets names of
-its own, in the crash handler's runtime folder, and only where a pipe can be made there.
+The recorder of NCCL is queried through a pipe. PyTorch makes the pipe in a thread in which an error ends the process,
+for example if two processes make one name at the same moment, or the folder is missing or does not support pipes. So
+each process gets its own names, in the crash handler's runtime folder, and only if a pipe can be made there.
 
-That of gloo is asked by a function, which the thread of `srt.stack_hooks` calls.
+The recorder of gloo is queried by a function, which the thread of `srt.stack_hooks` calls.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.settings import FLIGHT_VARIABLE, SOCKET_VARIABLE, published, read_number
 from sglang_crashkit.srt.hooks import never_raises, shorten
 
-#: So many of the newest collectives are told, as many as are kept unless the user has more kept.
+#: The maximum number of collectives that are returned, newest ones: as many as are kept unless the user sets more.
 _MAX_ENTRIES = 2000
-#: Puts stacks into words. PyTorch imports it for that, which takes a second of CPU time, and a lock
-#: that a thread which hangs in an import holds. SGLang has imported it.
+#: PyTorch imports this module to write stacks as text. The import takes a second of CPU time, and a lock that a thread
+#: hanging in an import holds. SGLang has imported it.
 _SYMBOLIZER = "torch._inductor.codecache"
 #: Groups that SGLang makes without a coordinator, such as those of HiCache, have the name of the file that uses them.
 _USERS = {"cache_controller": "hicache", "hybrid_cache_controller": "hicache"}
@@ -41,9 +41,9 @@ _USERS = {"cache_controller": "hicache", "hybrid_cache_controller": "hicache"}
 
 @never_raises
 def prepare_flight_recorder() -> None:
-    """Tell PyTorch in this process, where it is a scheduler, where to listen and to write; what the user set stays.
+    """In a scheduler, set where PyTorch listens for queries and writes its dumps; keep values that the user set.
 
-    To be called before the first process group is made.
+    Call it before the first process group is made.
     """
     folder, socket_path = os.environ.get(FLIGHT_VARIABLE), published(SOCKET_VARIABLE)
     stat = procfs.read_stat(os.getpid())
@@ -57,22 +57,22 @@ def prepare_flight_recorder() -> None:
     theirs = [os.environ[name] for name in DUMP_STEMS if name in os.environ]
     if PIPE_STEM not in os.environ:
         stem = runtime / f"{stat.pid}-{stat.start_ticks}.nccl-"
-        # Where none can be made, PyTorch is not told to.
+        # If a pipe cannot be made, this raises, and PyTorch is not told to make one.
         test = Path(f"{stem}test.pipe")
         os.mkfifo(test, 0o600)
         test.unlink()
         os.environ[PIPE_STEM] = str(stem)
     if not theirs:
-        # Not the pid alone: a process of before, or another server's, may leave a dump there and have the same one.
+        # Not the pid alone: an earlier process or another server's may have had the same pid and left a dump there.
         os.environ[DUMP_STEMS[0]] = f"{folder}/{server_key(stat.pid, stat.start_ticks)}-rank"
     place = FlightPlace(os.environ[PIPE_STEM], os.environ.get(DUMP_STEMS[0]) or theirs[0], is_own=not theirs)
     place.write(runtime, stat.pid, stat.start_ticks)
 
 
 def describe_collectives() -> bytes:
-    """Return what PyTorch's recorder of gloo keeps, as `capture.flight_request` has it.
+    """Return the contents of PyTorch's recorder of gloo, in the form of `capture.flight_request`.
 
-    Nothing is imported: another thread may hang while it imports something.
+    It imports nothing: another thread may hang in an import and hold a lock.
     """
     seconds = time.time()
     torch, c10d = (
@@ -83,7 +83,7 @@ def describe_collectives() -> bytes:
         return b"it has no process group"
     if dump is None:
         return b"its PyTorch has no flight recorder of gloo"
-    # Not only those under way: of gloo it cannot tell them from the others.
+    # All collectives, not only active ones: for gloo the recorder cannot distinguish them.
     document = pickle.loads(dump(True, _SYMBOLIZER in sys.modules, False))  # noqa: S301 - PyTorch's own
     entries = document["entries"] = document.get("entries", [])[-_MAX_ENTRIES:]
     if not entries:
@@ -94,11 +94,11 @@ def describe_collectives() -> bytes:
         for frame in frames:
             frame["filename"] = short(frame["filename"])
         if group not in users:
-            # Which file of SGLang's has used it.
+            # The file of SGLang's that used the group.
             files = (frame["filename"] for frame in frames)
             own = [Path(file).stem for file in files if "sglang/srt/" in file and "/distributed/" not in file]
             users[group] = _USERS.get(own[0], own[0]) if own else ""
-    # The recorder knows of the groups of gloo only, and not what SGLang calls them.
+    # The recorder knows only the groups of gloo, and not SGLang's names for them.
     names, world = _names_of_groups(c10d), c10d._world
     document["pg_config"] = {
         name: {
@@ -114,7 +114,7 @@ def describe_collectives() -> bytes:
 
 
 def _names_of_groups(c10d: Any) -> dict[str, str]:
-    """Return what SGLang calls each process group, by PyTorch's name for it: its coordinators have two each."""
+    """Return SGLang's name for each process group by PyTorch's name; each coordinator of SGLang has two groups."""
     coordinators = getattr(sys.modules.get("sglang.srt.distributed.parallel_state"), "_groups", {})
     names: dict[str, str] = {}
     for name, reference in list(coordinators.items()):
@@ -122,6 +122,6 @@ def _names_of_groups(c10d: Any) -> dict[str, str]:
         for attribute in ("device_group", "cpu_group"):
             group = c10d._world.pg_names.get(getattr(coordinator, attribute, None))
             if group is not None:
-                # The first of a name is the only one, but for two models in one process.
+                # There is only one group of each name, except with two models in one process.
                 names.setdefault(group, name.removesuffix(":0"))
     return names

@@ -1,4 +1,4 @@
-"""Start the crash handler beside this server, and let it go at the server's end."""
+"""Start the crash handler of this server, and let it end when the server ends."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from sglang_crashkit.srt.server_args import note_changed
 
 logger = logging.getLogger(__name__)
 
-#: An interpreter starts within this time, in seconds.
+#: Time limit for the start of the interpreter, in seconds.
 START_SECS = 20.0
-#: From then on the handler has this long to say that it is ready, in seconds: longer than it waits for disks.
+#: Time limit for the handler to report that it is ready after that, in seconds: longer than it waits for disks.
 READY_SECS = 20.0
-#: At the server's end the handler has this long to remove what is not needed any more, in seconds.
+#: Time limit for the handler to remove its files at the server's end, in seconds.
 _EXIT_SECS = 3.0
 _MAX_BYTES = 1 << 16
-#: The first descriptor that is no standard stream.
+#: The lowest descriptor that is not a standard stream.
 _FIRST_FREE = 3
 _CORE_FILE = "CUDA_COREDUMP_FILE"
-#: What the crash handler of this process was given, and what it made of that.
+#: The crash folder that this process gave its crash handler, and the paths that the handler answered with.
 _kept: dict[str, Any] = {}
-#: Held by the thread that starts one; a child that is forked meanwhile has one of its own.
+#: Held by the thread that starts a handler. A forked child gets a new lock.
 _claim = threading.Lock()
 
 
 def _begin_anew() -> None:
-    """In a forked child: the crash handler is its parent's."""
+    """Forget the crash handler in a forked child: it is the parent's."""
     global _claim
     _claim = threading.Lock()
     _kept.clear()
@@ -52,13 +52,13 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def start(crash_folder: str | None) -> None:
-    """Start the handler, unless it is there, and let this process and its children find it by environment variables.
+    """Start the handler, unless it runs, and publish it to this process and its children by environment variables.
 
-    It holds none of the server's descriptors but the socket. Where it does not get ready the log has one line with the
-    reason, and the server goes on without it. It alone touches the crash folder, whose disk may not answer, and takes a
-    private folder in the temporary one where no crash folder is given.
+    The handler inherits none of the server's descriptors but the socket. If it does not get ready, the reason is logged
+    in one line, and the server goes on without it. Only the handler accesses the crash folder, whose disk may not
+    answer. Without a crash folder it uses a private folder in the temporary folder.
     """
-    # Of two at once, neither would be heard.
+    # Two starts at once would delete each other's socket.
     is_claimed = _claim.acquire(timeout=START_SECS + READY_SECS)
     try:
         socket_path = settings.socket_of(os.getpid())
@@ -70,7 +70,7 @@ def start(crash_folder: str | None) -> None:
         if unknown := settings.unknown_variables(os.environ):
             told = "crash kit: variables that this version does not know have no effect: %s"
             logger.warning(told, ", ".join(unknown))
-        # Those that are set already are of the server which started this one.
+        # Values that are set already belong to the server that started this one.
         for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
             settings.withdraw(name)
         _kept.clear()
@@ -95,12 +95,12 @@ def start(crash_folder: str | None) -> None:
 
 
 def _keep(crash_folder: str | None) -> None:
-    """Have GPU cores and flight recorders go where the crash handler looks for them, also those of a second server."""
+    """Direct GPU cores and flight recorders to where the handler looks for them, also those of a second server."""
     if crash_folder and _kept.get("crash_folder") not in (None, str(Path(crash_folder).absolute())):
         told = "crash kit: incidents of this program go to %s, as of its first server, and not to %s"
         logger.warning(told, _kept["crash_folder"], crash_folder)
     for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
-        # For the children: the program may have taken its environment back since.
+        # For the children: the program may have reset its environment since.
         settings.publish(name, settings.published(name))
     if _kept.get("core_file"):
         note_changed(_CORE_FILE, _kept["core_file"])
@@ -112,18 +112,18 @@ def _keep(crash_folder: str | None) -> None:
 
 @never_raises
 def announce_exit() -> None:
-    """Let the handler of this process remove what it made, and wait 3 s at most: this process is about to end."""
+    """Announce to the handler that this process is about to end; wait 3 s at most while it removes its files."""
     path = Path(settings.published(settings.SOCKET_VARIABLE))
     if not _kept or not path.exists():
         return
     if request("exiting", _EXIT_SECS) is None:
-        # Its marker is left, and this end is to pass for none that nothing tells of.
+        # The handler's marker stays. This file shows that the server ended in good order.
         (path.parent / settings.ENDED).touch(0o600)
 
 
 @never_raises
 def pid_below() -> int | None:
-    """Return the pid of the crash handler where it is a child of this process, as it is of process 1 of a container."""
+    """Return the pid of the crash handler if it is a child of this process, as it is of process 1 of a container."""
     pid = handler_pid()
     stat = procfs.read_stat(pid) if pid is not None else None
     return pid if stat is not None and stat.ppid == os.getpid() else None
@@ -142,7 +142,7 @@ def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
             environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in entries if entry)
         with (
             protocol.Mailbox.bind(socket_path) as bound,
-            # A program may have closed its standard streams, whose numbers are the child's own.
+            # A program may have closed its standard streams. The child needs their descriptors for its own streams.
             os.fdopen(fcntl.fcntl(bound, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE), "rb", buffering=0) as receiver,
         ):
             options = {
@@ -160,27 +160,27 @@ def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
                 bufsize=0,
                 pass_fds=[receiver.fileno()],
                 start_new_session=True,
-                # Python looks for modules in its working directory first, which is the user's.
+                # With -m, Python looks for modules in the working directory first, which is the user's.
                 cwd="/",
                 env=environ,
             ) as process:
                 return _await_ready(process)
     except BaseException:
-        # A handler that gets ready later finds no reader of that, and ends.
+        # A handler that gets ready later finds that nothing reads its answer, and ends.
         shutil.rmtree(runtime, ignore_errors=True)
         raise
 
 
 def _await_ready(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     try:
-        # The child forks the handler and ends at once: this waits for an interpreter's start, not for the handler.
+        # The child forks the handler and ends at once: this waits for the interpreter's start, not for the handler.
         process.wait(START_SECS)
     except BaseException:
         process.kill()
         raise
     assert process.stdout is not None
     text, deadline = b"", time.monotonic() + READY_SECS
-    # Not select(2), which ends at descriptor 1023.
+    # Not select(2), which accepts no descriptor above 1023.
     poller = select.poll()
     poller.register(process.stdout, select.POLLIN)
     while len(text) < _MAX_BYTES:

@@ -1,11 +1,11 @@
-"""Note the last log records of this process in a ring, which the crash handler holds too, for an incident.
+"""Keep the last log records of this process in a ring, which the crash handler also holds, for an incident.
 
-It hangs behind a logger that has a handler already: with the first one a logger stops to print its warnings by itself,
-and to let a program set up logging. In a program of a user's that is SGLang's own logger.
+The ring's handler is added only to a logger that already has one: the first handler of a logger turns off Python's own
+output of warnings, and a later setup of logging by a program. In a user's program the logger is SGLang's own.
 
-Records of requests are passed over, and of another record that shows a request the body is left out. The secrets that
-this process knows are taken out here, the rest by the crash handler, and so are the prompts that the request journal
-has; without a journal the words of an exception, which may quote one, are left out.
+Records of requests are skipped, and the body of a request in any other record is left out. This process removes the
+secrets that it knows. The crash handler removes other secrets, and the prompts that are in the request journal. Without
+a journal the words of exceptions are left out, because they may quote a prompt.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from sglang_crashkit.srt.redaction import known_secrets
 
 logger = logging.getLogger(__name__)
 
-#: Where ``RequestLogger`` of ``srt/utils/request_logger.py`` writes to, and how each of its records begins.
+#: The logger of ``RequestLogger`` in ``srt/utils/request_logger.py``, and how its records begin.
 _REQUESTS = "sglang.srt.utils.request_logger"
 _OF_REQUESTS = ("Receive: obj=", "Receive OpenAI: obj=", "Finish: obj=")
-#: As Python or JSON writes a field of a request or an answer that holds what was said in it. How far its value goes
-#: cannot be told, so the rest of the line goes with it.
+#: A field of a request or an answer that holds a prompt or an output, as Python or JSON writes it. The end of its value
+#: cannot be found, so the rest of the line is left out as well.
 _BODY = re.compile(
     r"""\b(text|prompt|messages|content|input_ids|output_ids|input_embeds|\w+_data)(["']?\s?[=:]\s?)["'\[{(].*"""
 )
 _LEFT_OUT = r"\1\2<left out>"
-#: Without one of these it matches nothing, and they are found ten times as quickly.
+#: `_BODY` matches only a text that has one of these, and searching for them is ten times as fast.
 _OF_BODIES = ("text", "prompt", "messages", "content", "put_ids", "input_embeds", "_data")
-#: What is kept of a record, in characters, beside the name of its logger.
+#: The maximum length of a record's text, in characters; the rest of the space is for the name of its logger.
 _ROOM = MAX_LOG_BYTES - 128
-#: So much of its head and of its end is searched for secrets; more than is kept, so that none is cut in two.
+#: The length of a text's head, and of its end, that is searched for secrets: more than is kept, so that none is cut.
 _SEARCHED = 2 * MAX_LOG_BYTES
 _GAP = "\n...\n"
 _MIN_WORDS, _MAX_CHAIN = 6, 8
 
 
 class RingHandler(logging.Handler):
-    """Notes records in a ring, which the process `held_by` holds; one that fails is switched off, with one warning.
+    """Writes records to a ring, which the process `held_by` also holds; an error switches it off, with one warning.
 
-    They are kept without the `secrets`, by their values, and without what exceptions say unless it `quotes` that.
+    It removes the values in `secrets` and, unless it `quotes` exceptions, their words.
     """
 
     def __init__(self, ring: LogWriter, held_by: int | None, secrets: set[str], *, quotes: bool) -> None:
@@ -62,13 +62,13 @@ class RingHandler(logging.Handler):
         self.quotes = quotes
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note a record."""
+        """Write a record to the ring."""
         ring = self.ring
         if ring is None or record.name.startswith(_REQUESTS):
             return
         try:
             text = self._text_of(record)
-        except Exception:  # noqa: BLE001 - of what a program logs; the record alone is lost
+        except Exception:  # noqa: BLE001 - a program may log anything; only this record is lost
             return
         try:
             if text is not None:
@@ -79,9 +79,9 @@ class RingHandler(logging.Handler):
 
     def _text_of(self, record: logging.LogRecord) -> str | None:
         try:
-            # An earlier handler has formatted it.
+            # An earlier handler may have formatted the message.
             text = str(record.__dict__.get("message") or record.getMessage())
-        except Exception:  # noqa: BLE001 - the caller hears of it from the other handlers
+        except Exception:  # noqa: BLE001 - the other handlers report it
             text = str(record.msg)
         if text.startswith(_OF_REQUESTS):
             return None
@@ -89,7 +89,7 @@ class RingHandler(logging.Handler):
             text = _BODY.sub(_LEFT_OUT, text)
         raised = record.exc_info[1] if record.exc_info else None
         if raised is not None:
-            # Nothing is read here to format it, where no other handler did.
+            # If no other handler formatted the traceback, it is left out: formatting it reads source files.
             text += "\n" + (record.exc_text or "".join(traceback.format_exception_only(raised)))
         if not self.quotes:
             text = _without_words(text, raised if raised is not None else sys.exc_info()[1])
@@ -101,14 +101,14 @@ class RingHandler(logging.Handler):
 
 
 def _shorten(text: str, most: int, head: int) -> str:
-    """Return `text`, or its head and, with the innermost frames of a traceback, its end."""
+    """Return `text`, or its head and its end, which has the innermost frames of a traceback, if it is too long."""
     return text if len(text) <= most else f"{text[:head]}{_GAP}{text[head + len(_GAP) - most :]}"
 
 
 def _without_words(text: str, error: BaseException | None) -> str:
     for link in islice(chain_of(error), _MAX_CHAIN):
         said = [words for words in link.args if isinstance(words, str)]
-        # To write a tensor would wait for the GPU.
+        # Formatting a tensor would wait for the GPU.
         if all(isinstance(one, (str, int, float, bytes, type(None))) for one in link.args):
             with contextlib.suppress(Exception):
                 said = [str(link), *said]
@@ -124,10 +124,10 @@ _handler: RingHandler | None = None
 
 @never_raises
 def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
-    """Have the crash handler hold this process's last log records from now on.
+    """Keep this process's last log records in memory that the crash handler also holds.
 
-    To be called whenever logging is set up, which takes all handlers away. Where this process is SGLang's own, the
-    records `of_all` loggers are its.
+    Call it after each setup of logging, which removes all handlers. In a process of SGLang's own, keep the records
+    `of_all` loggers; otherwise only those of SGLang's logger.
     """
     global _handler
     settings, held_by = Settings.from_environ(), handler_pid()
@@ -141,7 +141,7 @@ def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
         if ring is None:
             return
         _handler = RingHandler(ring, held_by, set(), quotes=journaled and settings.prompts == "full")
-    # A set of its own: another thread may be looking through the earlier one.
+    # A new set: another thread may be iterating over the earlier one.
     _handler.secrets = _handler.secrets | known_secrets(server_args)
     for each in loggers:
         if _handler not in each.handlers:
@@ -159,7 +159,7 @@ def _loggers(*, of_all: bool) -> Iterator[logging.Logger]:
 
 
 def forget() -> None:
-    """Keep no records any more, and give the ring's memory back."""
+    """Stop keeping log records, and free the ring's memory."""
     global _handler
     earlier, _handler = _handler, None
     if earlier is not None:
@@ -173,7 +173,7 @@ def forget() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: the ring is the parent's."""
+    """In a forked child, write no records: the ring is the parent's."""
     with contextlib.suppress(Exception):
         if _handler is not None:
             _handler.ring = None

@@ -1,6 +1,6 @@
-"""Entry point of SGLang's plugins, from 0.5.11 on: says at the launch that an installed kit is not applied.
+"""Entry point for SGLang's plugins, from 0.5.11 on: warns at the launch if the installed kit is not applied.
 
-Upstream calls it in every process of a server. A patched SGLang needs it for nothing.
+Upstream calls it in every process of a server. A patched SGLang does not need it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Set by the first process that said so, for its children.
+#: Set by the first process that warned, for its children.
 _SAID = "SGLANG_CRASHKIT_NOT_APPLIED"
 
 
 def say_if_not_applied() -> None:
-    """Warn once a server where the installed SGLang does not call the kit: ``pip install`` gave its files back."""
+    """Warn, once per server, if the installed SGLang does not call the kit: ``pip install`` restored its files."""
     with contextlib.suppress(Exception):
         if importlib.util.find_spec("sglang.srt.crashkit") is not None:
             return

@@ -1,7 +1,7 @@
-"""Take secrets out of messages to the crash handler, and of the dump of the requests.
+"""Remove secrets from messages to the crash handler and from the dump of the requests.
 
-What is secret is known best in the process: by its arguments and variables, and by the fields of SGLang's
-configuration.
+The process itself knows its secrets best: from its arguments and environment variables, and from the fields of
+SGLang's configuration.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sglang_crashkit.redact import (
 logger = logging.getLogger(__name__)
 
 _WITHHELD = "<withheld: it could not be searched for secrets>"
-#: What a dump holds beside the requests is nested less deep than this.
+#: The maximum nesting depth of the data in a dump besides the requests; deeper values are left out.
 _MAX_DEPTH = 12
 _REQUESTS = "requests"
 
@@ -44,21 +44,21 @@ def redact(text: str, *configurations: object, prompts: Iterable[str] = ()) -> s
 
 
 def known_secrets(*configurations: object) -> set[str]:
-    """Return what is secret by its value, as far as this process knows; see `redact`."""
+    """Return the values of the secrets that this process knows, and of those in `configurations`; see `redact`."""
     secrets = secrets_of_arguments(sys.argv) | secrets_of_mapping(os.environ)
     return secrets.union(*(secrets_of_mapping(fields_of(each)) for each in configurations))
 
 
 def redacted_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration without the secrets in them, however deep."""
+    """Return the fields of a configuration without secrets, also without those in nested values."""
     redacted: dict[str, Any] = _without(dict(fields), known_secrets() | _collect(fields))
     return redacted
 
 
 def redact_dump(data: dict[str, Any]) -> None:
-    """Take the secrets out of what upstream is about to dump, in place; the requests stay as they are.
+    """Remove the secrets from the data that upstream is about to dump, in place; the requests stay as they are.
 
-    The configuration's own objects are left alone, and copies of them are dumped: the server may live on.
+    The configuration's objects are replaced by changed copies, because the server may go on and use them.
     """
     rest = {name: value for name, value in data.items() if name != _REQUESTS}
     try:
@@ -83,9 +83,9 @@ def _without(value: Any, secrets: set[str], depth: int = 0) -> Any:
         return value
     copied = copy.copy(value)
     if copied is value:
-        # There is only one, which the server uses.
+        # The class has a single instance, which the server uses.
         return None
-    # A configuration may refuse to be changed.
+    # A configuration may be frozen.
     change = force_setattr if isinstance(value, msgspec.Struct) else object.__setattr__
     for name, item in fields_of(value).items():
         change(copied, name, _of_field(name, item, secrets, depth + 1))
@@ -133,6 +133,6 @@ def fields_of(value: object) -> dict[str, Any]:
     for name in names:
         try:
             fields[name] = getattr(value, name, None)
-        except Exception:  # noqa: BLE001 - transformers' configurations refuse to say what differs from layer to layer
+        except Exception:  # noqa: BLE001 - transformers' configurations raise for fields that differ between layers
             fields[name] = own.get(name)
     return fields

@@ -1,7 +1,7 @@
-"""Note the requests of a tokenizer manager in its journal as they come and go.
+"""Record the start and the end of each request of a tokenizer manager in its journal.
 
-All of SGLang's releases keep the requests under way in one dictionary, ``TokenizerManager.rid_to_state``: whatever
-enters or leaves it was begun or has ended. A dictionary that notes this stands in for it.
+All of SGLang's releases keep the requests in progress in one dictionary, ``TokenizerManager.rid_to_state``: a request
+starts when it is added, and ends when it is removed. `JournaledStates` replaces the dictionary and records both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_crashkit.srt.hooks import held_memory, never_raises
 
 logger = logging.getLogger(__name__)
 
-#: Fields of a request that are kept beside its prompt: what the answer depends on, and where it was sent.
+#: Fields of a request that are kept besides its prompt: those that the answer depends on, and where it was sent.
 _KEPT = frozenset(
     (  # noqa: SIM905 - as a list it would be fifty lines
         "rid sampling_params stream return_logprob logprob_start_len top_logprobs_num token_ids_logprob "
@@ -39,7 +39,7 @@ _KEPT = frozenset(
         "multi_item_delimiter_indices token_indices_to_pool"
     ).split()
 )
-#: What the server itself adds, or no answer depends on, of no use to anybody else.
+#: Fields that are skipped silently: the server itself adds them, or no answer depends on them.
 _INTERNAL = frozenset(
     (  # noqa: SIM905 - as above
         "text input_text input_ids is_single batch_size parallel_sample_num http_worker_ipc lora_id received_time "
@@ -47,27 +47,27 @@ _INTERNAL = frozenset(
         "encoder_urls received_time_perf custom_labels cache_salt"
     ).split()
 )
-#: Those that are withheld as prompts are: what a prompt is expected to be answered with, and a program of the user's.
+#: Fields that are withheld like prompts: the tokens that an answer is expected to have, and a user's program.
 _LIKE_PROMPTS = frozenset({"token_ids_logprob", "custom_logit_processor"})
 _SCALARS = frozenset({bool, int, float})
 _EMPTIABLE = frozenset({str, list, dict})
-#: What SGLang works out of the other sampling parameters.
+#: Sampling parameters that SGLang derives from the others.
 _DERIVED = frozenset({"stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant"})
-#: What a client chose as a number may have any length.
+#: A longer integer is weighed like a text: a client may send a number of any length.
 _MAX_BITS = 64
-#: So many ids of a set are put in order.
+#: The size of the largest set of ids that is sorted; a larger set is only described.
 _MAX_SORTED = 4096
 _MAX_ERROR = 200
 
-#: Of the few classes of requests that there are.
+#: The default values of the fields of each class of requests; there are few classes.
 _defaults: dict[type, dict[str, Any]] = {}
 
-#: Those of this process.
+#: The journaled dictionaries of this process.
 _opened: list[weakref.ref[JournaledStates]] = []
 
 
 def open_journal(states: Mapping[str, Any]) -> JournaledStates | None:
-    """Return what notes these and later requests in a journal; None where none is wanted; see also `held_memory`."""
+    """Return a dictionary that records `states` and later requests in a journal; None if it is off or unavailable."""
     settings = Settings.from_environ()
     if not settings.journal:
         return None
@@ -78,7 +78,7 @@ def open_journal(states: Mapping[str, Any]) -> JournaledStates | None:
 
 @never_raises
 def retire_journals() -> None:
-    """Give back the journals of ended engines, which SGLang keeps until the program ends."""
+    """Free the memory of ended engines' journals, which SGLang would keep until the program ends."""
     while _opened:
         states = _opened.pop()()
         if states is not None:
@@ -86,19 +86,19 @@ def retire_journals() -> None:
 
 
 class JournaledStates(dict[str, Any]):
-    """The requests under way by id, as ``rid_to_state`` holds them, each change of which is noted in a journal.
+    """The requests in progress by id, as in ``rid_to_state``; each change is recorded in a journal.
 
-    When the journal fails it is switched off with one warning, and this is an ordinary dictionary.
+    If the journal fails, it is switched off with one warning, and this becomes an ordinary dictionary.
     """
 
     def __init__(self, states: Mapping[str, Any], journal: JournalWriter, prompts: Prompts = "full") -> None:
         super().__init__()
         self._journal: JournalWriter | None = journal
         self._prompts: Prompts = prompts
-        #: The number of each request under way, by the identity of its state: clients may give several the same id.
+        #: The journal's number of each request, by the identity of its state: clients may give several the same id.
         self._numbers: dict[int, int] = {}
-        #: States whose place here another request of the same id took, by number, and the numbers of those that are
-        #: gone, which are noted with the next change: Python collects garbage anywhere.
+        #: States that were replaced by another request of the same id, by number; the numbers of those that Python has
+        #: deleted since, which the next change records: Python may collect garbage at any point.
         self._replaced: dict[int, weakref.ref[Any]] = {}
         self._gone: deque[int] = deque()
         self._warned = False
@@ -125,22 +125,22 @@ class JournaledStates(dict[str, Any]):
         return state
 
     def abort(self, rid: str = "", abort_all: bool = False, *_args: Any, **_kwargs: Any) -> None:
-        """Note that a request under way, or each, is aborted: its client had gone, or somebody asked for its end."""
+        """Record that a request in progress, or each, is aborted: its client is gone, or the abort was requested."""
         for one in list(self) if abort_all else [rid]:
-            # A client may have sent anything.
+            # A client may send an id of any type.
             state = self.get(one) if isinstance(one, str) else None
             if state is not None:
                 self._note(self._abort, state)
 
     def retire(self) -> None:
-        """Give the journal's memory back; this is an ordinary dictionary from now on."""
+        """Free the journal's memory; this becomes an ordinary dictionary."""
         journal, self._journal = self._journal, None
         if journal is not None:
             # Another thread may be writing to it.
             with contextlib.suppress(BufferError):
                 journal.close()
 
-    # Of `dict` these would pass the methods above by.
+    # Those of `dict` would bypass the methods above.
     setdefault = MutableMapping.setdefault
     update = MutableMapping.update
     clear = MutableMapping.clear
@@ -165,7 +165,7 @@ class JournaledStates(dict[str, Any]):
         except Exception:
             self._journal = None
             logger.warning("crash kit: the request journal is switched off", exc_info=True)
-            # It would call requests unfinished that were answered since.
+            # Otherwise the journal would show requests as unfinished that are answered later.
             with contextlib.suppress(ValueError):
                 journal.invalidate()
 
@@ -174,13 +174,13 @@ class JournaledStates(dict[str, Any]):
             self._replace(journal, earlier)
         try:
             request = read_request(state.obj, self._prompts)
-        except Exception as error:  # noqa: BLE001 - another request may be an ordinary one
+        except Exception as error:  # noqa: BLE001 - the next request may be readable
             why = f"{type(error).__name__}: {str(error)[:_MAX_ERROR]}"
             request = {"rid": short_rid(rid), "omitted": {"request": why}}, None, None
         self._numbers[id(state)] = journal.begin(*request)
 
     def _replace(self, journal: JournalWriter, state: Any) -> None:
-        """Follow a request whose place another one of the same id took, until its answer is not awaited."""
+        """Follow a request that another one of the same id replaced, until Python deletes its state."""
         number = self._numbers.get(id(state))
         if number is None or getattr(state, "finished", False):
             self._end(journal, state)
@@ -204,13 +204,13 @@ class JournaledStates(dict[str, Any]):
 
 
 def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any], object, object]:
-    """Return what is kept of one request, a ``GenerateReqInput`` or ``EmbeddingReqInput``, its text, and its token ids.
+    """Return the kept fields of a ``GenerateReqInput`` or ``EmbeddingReqInput``, its text, and its token ids.
 
-    The ``Tokenized`` classes, which schedulers are sent, are as good; their sampling parameters are an object.
+    The ``Tokenized`` classes, which schedulers receive, work as well; their sampling parameters are an object.
 
-    Fields with their default value are left out. Large inputs, fields that the kit does not know, and what `prompts`
-    keeps back are described below ``omitted``. The crash handler searches for secrets before it writes to a disk: here
-    a client could make that long.
+    Fields with their default value are left out. ``omitted`` describes large inputs, fields that the kit does not know,
+    and fields that `prompts` withholds. The crash handler searches for secrets before it writes to a disk: here a
+    client could make that search long.
     """
     kind, values = type(request), _values_of(request)
     if (sampling := values.get("sampling_params")) is not None and type(sampling) is not dict:
@@ -218,7 +218,7 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
     fields: dict[str, Any] = {"kind": kind.__name__}
     omitted: dict[str, str] = {}
     room = MAX_WEIGHT
-    # In C where it can be: a request has about seventy fields, most of which are not set.
+    # `map` and `compress` run in C: a request has about seventy fields, most of which are not set.
     is_set = map(operator.is_not, values.values(), map(_defaults_of(kind).get, values))
     for name, value in compress(values.items(), is_set):
         if value is None or name in _INTERNAL:
@@ -261,7 +261,7 @@ def _values_of(request: Any) -> dict[str, Any]:
 
 
 def _sampling_of(sampling: Any) -> dict[str, Any]:
-    """Return what ``SamplingParams`` have beside their defaults, by the names that a client gives them."""
+    """Return the sampling parameters that differ from their defaults, by the names that a client gives them."""
     kind = type(sampling)
     if kind not in _defaults:
         _defaults[kind] = _values_of(kind())
@@ -275,7 +275,7 @@ def _sampling_of(sampling: Any) -> dict[str, Any]:
 
 
 def _defaults_of(kind: type) -> dict[str, Any]:
-    """Return the default values of a class's fields by name; None is that of any other."""
+    """Return the default values of a class's fields by name; the default of an absent field is None."""
     found = _defaults.get(kind)
     if found is None and hasattr(kind, "__struct_fields__"):
         found = _defaults[kind] = {one.name: one.default for one in msgspec.structs.fields(kind)}

@@ -1,8 +1,8 @@
 """Hook of ``sglang/srt/server_args.py``: ``--crash-dump-folder`` switches GPU core dumps and the flight recorder on.
 
-CUDA's driver and PyTorch read their variables when a process begins to use them, so they are set while the arguments
-are resolved, before the first child starts; see `srt.flight_recorder` for what differs between processes. A user's
-program has them only while it launches an ``Engine``: what it starts itself inherits none.
+A process reads the variables of CUDA's driver and of PyTorch when it first uses them, so they are set while the
+arguments are resolved, before the first child starts; see `srt.flight_recorder` for those that differ between
+processes. A user's program has them only while it launches an ``Engine``: its other children don't inherit them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises
 
 logger = logging.getLogger(__name__)
 
-#: What was set here in this process, and not by the user: what SGLang's own processes are to inherit.
+#: Variables that the kit, not the user, set in this process for SGLang's own processes to inherit.
 set_here: dict[str, str] = {}
 
-#: What std::stoi takes, by which PyTorch reads the size of its flight recorder.
+#: A number that std::stoi accepts, with which PyTorch reads the size of its flight recorder.
 _NUMBER = re.compile(r"\s*[+-]?\d{1,9}(?!\d)", re.ASCII)
 _SKIPPED = ("nonrelocated_elf_images", "global_memory", "shared_memory", "local_memory", "constbank_memory")
 
@@ -32,12 +32,11 @@ _SKIPPED = ("nonrelocated_elf_images", "global_memory", "shared_memory", "local_
 def set_crash_dump_env(server_args: Any) -> None:
     """Set the variables of GPU cores and of the flight recorder that the user did not set.
 
-    Nothing happens without ``--crash-dump-folder``, and nothing is done about cores where
-    ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH`` is switched off. The driver expands ``%h``, but creates no folder: the crash
-    handler does, as the disk may not answer.
+    It sets none without ``--crash-dump-folder``, and none for cores if ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH`` is off.
+    The driver expands ``%h``, but creates no folder. The crash handler creates it, because the disk may not answer.
     """
     crash_folder, settings = getattr(server_args, "crash_dump_folder", None), Settings.from_environ()
-    # Those of another server of this program, or of the one that started it.
+    # The value of another server of this program, or of the server that started this program.
     os.environ.pop(FLIGHT_VARIABLE, None)
     variables: dict[str, str] = {}
     if crash_folder and settings.enabled:
@@ -45,8 +44,8 @@ def set_crash_dump_env(server_args: Any) -> None:
             variables |= {
                 "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
                 "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
-                # The GPU's part is enough. The driver aborts the process after any core, and ``skip_abort`` does not
-                # help: seen on an H200 with driver 580.159.04, a kernel that failed then went unnoticed by the process.
+                # The GPU's part is enough. The driver aborts the process after any core. ``skip_abort`` is no solution:
+                # with it, on an H200 with driver 580.159.04, the process did not notice that a kernel failed.
                 "CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION": "0",
                 "CUDA_COREDUMP_SHOW_PROGRESS": "1",
                 "CUDA_COREDUMP_GENERATION_FLAGS": ",".join(f"skip_{part}" for part in _SKIPPED),
@@ -61,14 +60,14 @@ def set_crash_dump_env(server_args: Any) -> None:
         del os.environ[name]
     for name, value in variables.items():
         if name not in os.environ or name in earlier:
-            # The kit's own variable concerns no other program.
+            # The kit's own variable is of no interest in the log.
             if os.environ.get(name) != value and name != FLIGHT_VARIABLE:
                 logger.info("Auto-set %s=%s (from --crash-dump-folder)", name, value)
             os.environ[name] = set_here[name] = value
 
 
 def in_place_of_crash_dump_env(handle: Function) -> Function:
-    """Let `set_crash_dump_env` do what `handle` does; that does it too where the kit, or its part of cores, is off."""
+    """Wrap `handle`: call `set_crash_dump_env`, and `handle` only if the kit, or its setting for cores, is off."""
 
     def instead(handle: Function, server_args: Any) -> Any:
         settings = Settings.from_environ()
@@ -83,21 +82,21 @@ def in_place_of_crash_dump_env(handle: Function) -> Function:
 
 @never_raises
 def withdraw_crash_dump_env() -> None:
-    """Take out of a user's environment what `set_crash_dump_env` put there, once SGLang's processes have it."""
+    """Remove from a user's environment what `set_crash_dump_env` set; call it once SGLang's processes have started."""
     for name in set_here:
         if _is_ours(name):
             del os.environ[name]
 
 
 def crash_dump_environ() -> dict[str, str]:
-    """Return the environment that the last launch of this process gave to SGLang's processes, as far as it is known."""
+    """Return the environment that the last launch of this process gave to SGLang's processes, as far as known."""
     return set_here | dict(os.environ)
 
 
 def _flight_variables(crash_folder: str) -> dict[str, str]:
-    """Return what switches PyTorch's flight recorder on, for a crash handler to ask it.
+    """Return the variables that switch PyTorch's flight recorder on, for the crash handler to query.
 
-    A size that is no number, an empty one too, hangs every gloo process group in its constructor. It counts as not set.
+    A size that is not a number, or is empty, hangs the constructor of every gloo process group. It counts as not set.
     """
     for name in (BUFFER_SIZE, OLD_BUFFER_SIZE):
         if name in os.environ and not _NUMBER.match(os.environ[name]):
@@ -106,13 +105,13 @@ def _flight_variables(crash_folder: str) -> dict[str, str]:
                 "crash kit: %s=%r would hang PyTorch's gloo, and counts as not set; next: unset it", name, value
             )
     folder = Path(crash_folder).absolute() / socket.gethostname() / "flight_recorder"
-    # So many collectives as PyTorch keeps from 2.11 on where nothing is set; before, it keeps none then.
+    # PyTorch's own default from 2.11 on, in collectives; before, it keeps none by default.
     size = {} if OLD_BUFFER_SIZE in os.environ else {BUFFER_SIZE: "2000"}
     return {FLIGHT_VARIABLE: str(folder)} | size
 
 
 def note_changed(name: str, value: str) -> None:
-    """Set a variable that was set here to what the crash handler made of it."""
+    """Set a variable to the value that the crash handler made of it, also in `set_here` if the kit had set it."""
     if name in set_here and _is_ours(name):
         set_here[name] = value
     os.environ[name] = value

@@ -1,10 +1,10 @@
-"""Prepare a process of the server so that its stacks can be had without tracing it; see `kernel.stack_hooks`.
+"""Prepare a process of the server so that its stacks can be read without tracing it; see `kernel.stack_hooks`.
 
-SGLang lets faulthandler write a fatal error of a scheduler to standard error. Here it writes to a private file, for the
-incident, and the server's main process copies it to standard error as soon as the rank is dead.
+In SGLang, faulthandler writes a scheduler's fatal error to standard error. With the kit it writes to a private file,
+for the incident; the server's main process copies the file to standard error as soon as the rank is dead.
 
-A thread of the process tells the crash handler (`capture.responder`) the stacks of all others, its collectives, and how
-its children ended. It sleeps until it is asked. In the main process it also takes what belongs in the server's log.
+A thread sleeps until the crash handler (`capture.responder`) asks it for the stacks of all other threads, for the
+process's collectives, or how a child ended. In the main process it also writes the handler's messages to the log.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _THREAD = "crashkit-stacks"
 
 @dataclass
 class _State:
-    """What this process installed, and what to give back in a child that it forks."""
+    """What this process has installed, and a forked child must undo."""
 
     signal: int
     descriptors: list[int]
@@ -79,7 +79,7 @@ _reported: set[Path] = set()
 
 
 def on_configure_logger(configure: Function) -> Function:
-    """Wrap ``configure_logger``, which each worker calls once it has its title, and each launcher before all others."""
+    """Wrap ``configure_logger``, which a worker calls after it sets its title, and a launcher before any worker."""
 
     def launch_or_install(_result: Any, server_args: Any = None, *_args: Any, **_kwargs: Any) -> None:
         (crash_exit.state.launch or install_in_worker)(server_args)
@@ -88,7 +88,7 @@ def on_configure_logger(configure: Function) -> Function:
 
 
 def on_tokenizer_worker(worker: type) -> type:
-    """Extend ``TokenizerWorker``, in place: once constructed, when the ranks are ready, it has its hooks."""
+    """Extend ``TokenizerWorker`` in place: its hooks are installed after construction, when the ranks are ready."""
 
     def install(constructed: Any) -> None:
         crash_exit.note_started()
@@ -101,9 +101,9 @@ def on_tokenizer_worker(worker: type) -> type:
 
 @never_raises
 def install_in_worker(server_args: Any = None, *, title: str = "") -> None:
-    """Install the hooks where this process is SGLang's own worker, by its title or, where it lacks one, `title`."""
+    """Install the hooks if this process is a worker of SGLang, by `title` or, if that is empty, its own title."""
     named = {"title": title} if title else {}
-    # Not setproctitle's own answer: to give it, it rewrites the process's command line.
+    # Not by setproctitle: asking it for the title rewrites the process's command line.
     title = title or procfs.read_title(os.getpid())
     if title.startswith(titles.PREFIX) and Settings.from_environ().enabled:
         notify("member", **named)
@@ -123,16 +123,16 @@ def install_in_worker(server_args: Any = None, *, title: str = "") -> None:
 
 @never_raises
 def install_in_server() -> None:
-    """Install the hooks of the server's main process, maybe a user's program: its use of faulthandler stays."""
+    """Install the hooks of the server's main process. A user's program keeps its own use of faulthandler."""
     watch_threads(of_all=crash_exit.state.is_program)
     _install(takes_over=False)
 
 
 @never_raises
 def report_faults() -> None:
-    """Copy to standard error what faulthandler wrote of workers that a fatal signal ended, each once.
+    """Copy to standard error, once for each worker, what faulthandler wrote when a fatal signal ended the worker.
 
-    To be called in the server's main process; nothing happens in another.
+    Call it in the server's main process; in any other process it does nothing.
     """
     own = socket_of(os.getpid())
     if own is None or not published(SOCKET_VARIABLE):
@@ -158,14 +158,14 @@ def _install(*, takes_over: bool) -> None:
     if _state is not None and files.description.exists():
         return
     if takes_over:
-        # Not in a main process, which may be a user's program: whom that lets trace it is its own.
+        # Not in a main process: it may be a user's program, which decides itself who may trace it.
         allow_tracing(folder)
     if _state is not None and _state.listener is not None:
         stop_answering(_state.listener)
         _state.listener = None
     _remove()
     state = _state = _State(0, [], None, None, faulthandler.is_enabled())
-    # Not in a user's program: a runtime that it embeds, such as a JVM, may live by faults that it provokes and mends.
+    # Not in a user's program: a runtime that it embeds, such as a JVM, may cause and handle faults on purpose.
     if takes_over or (crash_exit.state.is_program and not state.had_faulthandler):
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
@@ -198,7 +198,7 @@ def _say_all(mailbox: Mailbox) -> None:
 
 
 def _open(state: _State, path: Path) -> int:
-    # Not to be inherited by a program that this process runs; appended to, because the handler empties it.
+    # Close-on-exec: programs that this process runs must not inherit it. Append mode: the handler truncates the file.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     state.descriptors.append(descriptor)
@@ -206,15 +206,15 @@ def _open(state: _State, path: Path) -> int:
 
 
 def allow_tracing(folder: Path) -> None:
-    """Let the crash handler and what it runs trace this process where the Yama module allows it to ancestors only."""
+    """Let the crash handler and its descendants trace this process even if Yama lets only ancestors do so."""
     pid = read_handler_pid(folder)
     if pid is not None:
-        # EINVAL where there is no Yama, which is as good.
+        # Without Yama this fails with EINVAL, and the permission is not needed.
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: what the parent installed is the parent's, and its files are not written to from here."""
+    """In a forked child, remove what the parent installed: the child must not write to the parent's files."""
     with contextlib.suppress(Exception):
         _remove()
 
@@ -243,9 +243,9 @@ def _remove() -> None:
 
 
 def start_answering(path: Path, mailbox: Mailbox | None = None) -> socket.socket:
-    """Listen at `path` and answer in a thread of its own, until `stop_answering`; return the thread's socket.
+    """Listen at `path` and answer in a separate thread, until `stop_answering`; return the thread's socket.
 
-    What comes to the `mailbox` is written to the log.
+    The texts of messages to `mailbox` are written to the log.
 
     Raises:
         OSError, RuntimeError: the path is taken or too long, or the system gives no thread.
@@ -303,9 +303,9 @@ def _answer_all(listener: socket.socket, mailbox: Mailbox | None) -> None:
                 connection, _address = listener.accept()
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.EBADF):
-                    # It was shut down or closed.
+                    # The socket was shut down or closed.
                     return
-                # No descriptor was left; there may be one again.
+                # No descriptor is left; one may be free later.
                 time.sleep(_PAUSE_SECS)
                 continue
             with connection:
@@ -316,7 +316,7 @@ def _answer(connection: socket.socket) -> None:
     try:
         if peer_of(connection)[1] in (os.geteuid(), 0):
             connection.settimeout(_ANSWER_SECS)
-            # As short as it is, it comes as a whole.
+            # A question is short enough to arrive in one piece.
             question, _, argument = connection.recv(64).strip().partition(b" ")
             if question == STACKS:
                 answer = json.dumps(describe_threads()).encode()
@@ -324,7 +324,7 @@ def _answer(connection: socket.socket) -> None:
                 answer = describe_collectives()
             else:
                 answer = b"%d" % supervisor.wait_status(int(argument)) if question == EXIT else b""
-            # The process that asked may have gone, and a user's program may have SIGPIPE end it.
+            # If the process that asked is gone, SIGPIPE must not end a user's program that does not ignore it.
             connection.sendall(answer, socket.MSG_NOSIGNAL)
-    except Exception:  # noqa: BLE001, S110 - whatever goes wrong, the next one is answered, and the log is the server's
+    except Exception:  # noqa: BLE001, S110 - the next question must be answered, and the log is the server's
         pass

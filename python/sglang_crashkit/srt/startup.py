@@ -1,6 +1,6 @@
-"""Wait until every rank of a server is ready, in place of upstream, and say which one will not be, and why.
+"""Wait in place of upstream until every rank of a server is ready, and report which rank fails, and why.
 
-That is done in the launching process, and in the data-parallel controller.
+The launching process and the data-parallel controller do this.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock
 
 logger = logging.getLogger(__name__)
 
-#: Ranks that die of the same cause die together; this long, in seconds, the others are given to be seen dead.
+#: Ranks that die of the same cause die together: after the first death, wait this long for others, in seconds.
 _SETTLE_SECS = 0.02
-#: The kernel closes a dying process's pipes before it reports the end; this long, in seconds, at most.
+#: The kernel closes a dying process's pipes this long before it reports the process's end, in seconds, at most.
 _DYING_SECS = 0.2
-#: A message that was begun is whole within this time, in seconds.
+#: Time limit for the rest of a message that has begun to arrive, in seconds.
 _MESSAGE_SECS = 10.0
 _RECEIVING_SECS = 0.05
 _FIRST_REPORT_SECS, _MAX_REPORT_SECS = 30.0, 600.0
@@ -35,9 +35,9 @@ _MAX_CHILDREN = 16
 
 
 class StartupError(RuntimeError):
-    """A rank will not get ready; `children` are those that it is about, the one seen first first.
+    """A rank will not get ready; `children` are the processes that failed or are late, the first one noticed first.
 
-    The crash handler is told of it by `event`.
+    `event` is the event that reports this to the crash handler.
     """
 
     def __init__(self, children: Sequence[Child], message: str, event: str = "launch_failed") -> None:
@@ -47,9 +47,9 @@ class StartupError(RuntimeError):
 
 
 class Startup(Supervisor):
-    """One wait until all have said that they are ready, which began `waited_secs` ago.
+    """One wait until all children have reported that they are ready; it began `waited_secs` ago.
 
-    The children may become more until `all_known` says that they are complete; what that raises ends the wait.
+    The list of children may grow until `all_known` returns true. An exception of `all_known` ends the wait.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Startup(Supervisor):
         self._receiving: dict[Child, _Receipt] = {}
 
     def run(self) -> list[Any]:
-        """Return what each child with a pipe sent when it was ready, in order; what comes between is in the log.
+        """Return the report of each child with a pipe, in order; log meanwhile which children are not ready.
 
         Raises:
-            StartupError: one died, closed its pipe, sent something else, failed, or all took too long.
+            StartupError: a child died, closed its pipe, sent another message, failed, or the time limit has passed.
         """
         try:
             while not (self._all_known() and all(child.ready for child in self.children)):
@@ -93,7 +93,7 @@ class Startup(Supervisor):
             self.wait(0.0)
             self._raise_deaths()
         except StartupError as error:
-            # Now: a signal may end this process before the error is caught and written down.
+            # Log it at once: a signal may end this process before a caller logs the error.
             logger.error("crash kit: %s", error)
             raise
         finally:
@@ -101,7 +101,7 @@ class Startup(Supervisor):
         return [child.info for child in self.children if child.reader is not None]
 
     def deaths(self) -> StartupError | None:
-        """Return what `run` would raise now for ranks that have ended; for the handler of a signal that interrupts it.
+        """Return the error that `run` would raise now for ranks that ended; for a signal handler that interrupts `run`.
 
         A rank that fails because another one died may send its signal before `run` has seen that death.
         """
@@ -114,7 +114,7 @@ class Startup(Supervisor):
         return None
 
     def _patience(self) -> float:
-        """Return how long nothing needs to be looked at, in seconds."""
+        """Return the time until the next check is due, in seconds."""
         now = self.clock.now()
         dues = [self._report_due - now]
         if self._timeout_secs:
@@ -198,7 +198,7 @@ def _failure(child: Child, text: str, words: str = "") -> StartupError:
 
 
 class _Receipt:
-    """A message on its way: read by a thread of its own, because a message that was only begun blocks its reader."""
+    """A message that is being received, by a separate thread: an incomplete message blocks its reader."""
 
     def __init__(self, reader: Any, began: float) -> None:
         self._reader = reader
@@ -209,7 +209,7 @@ class _Receipt:
         try:
             self.thread.start()
         except RuntimeError:
-            # The system gives no thread. Upstream reads in this one, and so does this.
+            # The system gives no thread. Read in this thread, as upstream does.
             self._read()
 
     def _read(self) -> None:
@@ -220,7 +220,7 @@ class _Receipt:
 
 
 def readers_of(children: Iterable[Child]) -> list[Any]:
-    """Return the pipes of `children` for another reader: those that were read give what came."""
+    """Return the pipes of `children` for another reader; a pipe that was read is replaced by its message."""
     return [
         SimpleNamespace(recv=lambda child=child: child.info) if child.ready else child.reader
         for child in children
@@ -229,7 +229,7 @@ def readers_of(children: Iterable[Child]) -> list[Any]:
 
 
 def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
-    """Say whether these are pipes and processes that the kernel knows, and not stand-ins such as Ray's actors."""
+    """Return whether all of these are real pipes and processes, not stand-ins such as those for Ray actors."""
     try:
         descriptors = [reader.fileno() for reader in readers] + [process.sentinel for process in processes]
     except (AttributeError, OSError, TypeError, ValueError):
@@ -239,20 +239,20 @@ def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
 
 @never_raises
 def report(error: StartupError) -> dict[str, Any] | None:
-    """Tell the crash handler, wait until the incident is whole, and return its answer; None without a handler.
+    """Report `error` to the crash handler, wait until the incident is complete, and return the answer or None.
 
-    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
+    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``, or longer if the handler asks for more time.
     """
     named = [child for child in error.children if child.pid is not None]
     names = {str(child.pid): child.title or child.name or _short(child) for child in named}
-    # `multiprocessing` may have reaped one before the crash handler looked for the first time.
+    # `multiprocessing` may have reaped a child before the crash handler looked for the first time.
     codes = {str(child.pid): _exit_code(child.exit) for child in named if child.exit.known}
     words = redact(str(error)[:_MAX_MESSAGE])
     return crash_exit.report(error.event, message=words, titles=names, exit_codes=codes)
 
 
 def _short(child: Child) -> str:
-    """Return the first words of `label`."""
+    """Return the child's label without the part in parentheses."""
     return child.label().partition(" (")[0]
 
 
@@ -265,13 +265,13 @@ def _exit_code(status: ExitStatus) -> int | None:
 
 
 def _names(children: Iterable[Child], *, ready: bool) -> str:
-    # Nothing is expected of those without a pipe.
+    # Children without a pipe send no report.
     names = [_short(child) for child in children if child.reader is not None and child.ready is ready]
     return ", ".join(names) or "none"
 
 
 def _state(child: Child) -> str:
-    """Return what ``/proc`` says that it is doing."""
+    """Return the process's state from ``/proc``, in words."""
     if child.pid is None:
         return "its process is not known"
     status = procfs.read_status(child.pid)
@@ -284,7 +284,7 @@ def _state(child: Child) -> str:
         found = []
         for below in sorted(procfs.TreeScanner(child.pid).scan() - {child.pid}):
             stat = procfs.read_stat(below)
-            # Its name always comes; the title, with the rank, may wait for the process.
+            # Reading the name never blocks. Reading the title, which has the rank, may.
             if stat is not None and stat.comm.startswith("sglang::schedul"):
                 found.append(f"{read_title(below) or stat.comm} (pid {below}, {stat.state})")
         schedulers = ", ".join(found[:_MAX_CHILDREN]) or "no scheduler has its title yet"

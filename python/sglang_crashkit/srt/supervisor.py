@@ -1,10 +1,10 @@
-"""Processes that this one started for its server: who they are, one wait for the ends of all, and what an end means.
+"""Watch the processes that this process started for its server: identify them, and wait until any of them ends.
 
-Nothing else in SGLang's processes waits for such an end. Each is known by pid and start time. What an end means is up
-to the phase: `startup.Startup`, `entrypoints.engine.Following`, `Serving`.
+Nothing else in SGLang's processes waits for these ends. Each process is identified by pid and start time. What an end
+means depends on the phase: `startup.Startup`, `entrypoints.engine.Following`, `Serving`.
 
-Titles do not say who belongs to the server. The launch names the schedulers that it started, and each worker says
-to the main process that it is there (`join`), where the kernel says that the server started it.
+A title does not prove that a process belongs to the server. The launch registers the schedulers that it started. Each
+worker announces itself (`join`); the main process accepts it only if ``/proc`` shows that the server started it.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from sglang_crashkit.srt.hooks import before, handler_pid, never_raises, notify,
 
 logger = logging.getLogger(__name__)
 
-#: Where a worker says to the main process that it is there: a pipe's path below ``/proc``, a space, its inode.
+#: Names the pipe on which workers announce themselves to the main process: path below ``/proc``, space, inode.
 MEMBERS_VARIABLE = "SGLANG_CRASHKIT_MEMBERS"
 
-#: A child whose end no descriptor tells is looked at so often, and so is all that has no event. Seconds.
+#: Interval at which children without a descriptor, and all else that causes no event, are polled, in seconds.
 LOOK_SECS = 1.0
-#: How a child ended is known this long after its end at the latest, in seconds.
+#: The longest wait for a child's exit status after its end, in seconds.
 STATUS_SECS = 1.0
-#: A title that is not set yet is looked for so often, in seconds.
+#: Interval at which a title that is not set yet is read again, in seconds.
 TITLE_SECS = 0.25
-#: It is read within this time, in seconds, or not at all: the read waits for the process where its driver hangs.
+#: Time limit for reading a title, in seconds: the read blocks on a process whose driver hangs.
 _READ_SECS = 1.0
 _NEVER = float("inf")
-#: What a scheduler says in the place of its title once it goes round its event loop.
+#: What a scheduler sends in place of its title once its event loop runs.
 _READY = "ready"
-#: What killed a worker may be about to kill the main process as well; it has this long for that, in seconds.
+#: Delay before a worker's death by a fatal signal ends the server, in seconds: its killer may also kill this process.
 _HARD_HOLD_SECS = 0.05
-#: An exit with a status may belong to a shutdown that is announced within this time, in seconds.
+#: Delay before an exit with an error status ends the server, in seconds: a shutdown may yet be announced.
 _SOFT_HOLD_SECS = 2.0
-#: What a pipe holds at most.
+#: The capacity of a pipe, in bytes.
 _PIPE_BYTES = 1 << 16
 
 
 class Clock:
-    """The time and all waiting; a test has its own."""
+    """The clock and all waits; tests replace it."""
 
     def now(self) -> float:
         """Return the time by the monotonic clock, in seconds."""
         return time.monotonic()
 
     def wait(self, descriptors: Collection[int], seconds: float | None) -> set[int]:
-        """Return which descriptors are readable, as soon as one is; None waits for ever."""
+        """Wait until a descriptor is readable, for at most `seconds` (None: no limit); return the readable ones."""
         return set(connection.wait(list(descriptors), seconds))  # type: ignore[arg-type]
 
     def join(self, thread: threading.Thread, seconds: float) -> None:
@@ -74,12 +74,12 @@ class Clock:
 
 
 class Child:
-    """A process that is watched.
+    """A watched process.
 
-    Its `name` is such as ``Rank 1 scheduler``, empty where only its `title` tells. The `process` is one of
-    multiprocessing's, or the pid of another's child; None where it is not known. On the `reader`, a connection, it will
-    say that it is `ready`; None where nothing is expected. What it sent then is `info`; `ended_at` is when its end was
-    noticed.
+    `name` is for example ``Rank 1 scheduler``, or empty if only `title` identifies it. `process` is a
+    `multiprocessing.Process`, the pid of another process's child, or None if unknown. `reader` is the connection on
+    which the process reports that it is `ready`; None if no report is expected. `info` is that report. `ended_at` is
+    the time when the end of the process was noticed.
     """
 
     def __init__(self, name: str = "", process: Any = None, reader: Any = None, title: str = "") -> None:
@@ -95,7 +95,7 @@ class Child:
         self.handle: ProcessHandle | None = None
 
     def hold(self) -> bool:
-        """Open a pidfd, once, where the kernel gives one; say whether the process was there then, dead or alive."""
+        """Open a pidfd once, if the kernel gives one; return whether the process was found, running or a zombie."""
         if not self._is_held and self.pid is not None and self.stat() is not None:
             self._is_held = True
             with contextlib.suppress(OSError):
@@ -111,21 +111,21 @@ class Child:
             self.handle = None
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors that become readable when it ends; the sentinel does where there is no pidfd."""
+        """Return the descriptors that become readable when the process ends: its sentinel and pidfd, if any."""
         sentinel = [self.process.sentinel] if self.process is not None else []
         return sentinel + ([self.handle.fd] if self.handle is not None else [])
 
     def stat(self) -> procfs.ProcStat | None:
-        """Return what the kernel says of it, dead or alive; None where it is gone."""
+        """Return the process's stat line, also that of a zombie; None if the process is gone."""
         return procfs.read_stat(self.pid, self.start_ticks) if self.pid is not None else None
 
     def has_ended(self) -> bool:
-        """Say whether it has ended, reaped or not, where no descriptor tells."""
+        """Return whether a process without descriptors has ended, reaped or not."""
         stat = self.stat()
         return stat is None or (stat.state in "ZX" and stat.threads <= 1)
 
     def learn_exit(self) -> ExitStatus:
-        """Return how it ended, as far as that is known, without reaping it: the crash handler reads the zombie."""
+        """Return how the process ended, if known, without reaping it: the crash handler reads the zombie."""
         if not self.exit.known and self.pid is not None:
             try:
                 self.exit = ExitStatus.from_wait_status(wait_status_of(self.pid, self.process))
@@ -133,17 +133,17 @@ class Child:
                 if self.handle is not None:
                     self.exit = self.handle.exit_status()
             except ValueError:
-                # It lives: its end is noticed a moment before the kernel tells how it ended.
+                # Its end is noticed a moment before the kernel reports its exit status.
                 pass
         return self.exit
 
     @property
     def has_title(self) -> bool:
-        """Whether its title is known, or will never be."""
+        """Whether the title is known, or cannot be read."""
         return bool(self.title) or self.pid is None or self._gave_up_title
 
     def look_up_title(self) -> None:
-        """Read the title, which SGLang sets some seconds after the start and which is gone with the process."""
+        """Read the title: SGLang sets it some seconds after the start, and it is lost when the process ends."""
         stat = None if self.has_title else self.stat()
         if stat is not None and stat.comm.startswith(titles.PREFIX):
             title = read_title(stat.pid)
@@ -151,7 +151,7 @@ class Child:
             self.title = title if title is not None and title.startswith(titles.PREFIX) else ""
 
     def label(self) -> str:
-        """Return its name, title and pid as far as they are known."""
+        """Return the name, title and pid, as far as they are known."""
         if self.pid is None:
             return self.name
         pid = f"pid {self.pid}"
@@ -160,7 +160,7 @@ class Child:
         return f"{self.title or 'a process of the server'} ({pid})"
 
     def how_it_ended(self) -> str:
-        """Return its end in words."""
+        """Return how the process ended, in words."""
         if not self.exit.known:
             return "ended, not known how"
         if self.exit.signal is None:
@@ -169,7 +169,7 @@ class Child:
 
 
 def read_title(pid: int) -> str | None:
-    """Return the title of a process, empty where it is gone; None where it does not come in time."""
+    """Return a process's title, empty if the process is gone; None if the title is not read in time."""
     found, is_read = [""], allocate_lock()
     is_read.acquire()
 
@@ -178,7 +178,7 @@ def read_title(pid: int) -> str | None:
         is_read.release()
 
     try:
-        # Not threading.Thread: its start waits for a lock that the code which a signal interrupted may hold.
+        # Not threading.Thread: its start waits for a lock, which the code that a signal interrupted may hold.
         start_new_thread(read, ())
     except RuntimeError:
         return None
@@ -186,7 +186,7 @@ def read_title(pid: int) -> str | None:
 
 
 class Supervisor:
-    """Some children, which may become more meanwhile, and one wait for the end of any of them."""
+    """A list of children, which may grow, and one wait for the end of any of them."""
 
     def __init__(self, children: Sequence[Child] = (), clock: Clock | None = None) -> None:
         self.children = children
@@ -195,15 +195,15 @@ class Supervisor:
             child.hold()
 
     def living(self) -> list[Child]:
-        """Return the children whose end was not noticed yet."""
+        """Return the children whose end has not been noticed."""
         return [child for child in self.children if child.ended_at == _NEVER]
 
     def ended(self) -> list[Child]:
-        """Return the others, in the order of their ends."""
+        """Return the children whose end has been noticed, in the order of their ends."""
         return sorted((child for child in self.children if child.ended_at < _NEVER), key=lambda child: child.ended_at)
 
     def wait(self, seconds: float | None, others: Iterable[int] = ()) -> set[int]:
-        """Wait at most `seconds` until a child ends, which is noted, or `others` are readable; return which are."""
+        """Wait at most `seconds` for a child's end, which it notes, or for readable `others`; return those."""
         living, others = self.living(), set(others)
         unseen = [child for child in living if child.pid is not None and not child.descriptors()]
         if unseen:
@@ -217,7 +217,7 @@ class Supervisor:
         return others & readable
 
     def learn_exits(self, children: Iterable[Child], seconds: float) -> None:
-        """Learn how `children` ended; the kernel tells it a moment after the end."""
+        """Read how `children` ended, for at most `seconds`: the kernel reports it a moment after the end."""
         deadline = self.clock.now() + seconds
         for child in children:
             while not child.learn_exit().known and self.clock.now() < deadline:
@@ -230,13 +230,13 @@ class Supervisor:
 
 
 class Serving(Supervisor):
-    """The server's own processes, as its main process knows them.
+    """The server's own processes, as registered in its main process.
 
-    As long as there is a crash handler, nothing is done but to wait for the handler's end; without one, the end of a
+    While there is a crash handler, the main process only waits for the handler's end. Without a handler, the end of a
     worker ends the server.
 
-    Those that are `excused`, by pid and start time, it ends on purpose. Where nothing else waits for the ranks,
-    `when_ready` is called, once, when each known scheduler goes round its event loop.
+    `excused` maps the pids of processes that the server ends on purpose to their start times. `when_ready` is called
+    once, when every known scheduler runs its event loop; it is set if nothing else waits for the ranks.
 
     Raises:
         OSError: no descriptor is left.
@@ -254,52 +254,52 @@ class Serving(Supervisor):
         self.excused: dict[int, int] = {}
         self.when_ready: Callable[[], object] | None = None
         self._ready: set[int] = set()
-        # A signal may interrupt the thread that holds it.
+        # Reentrant: a signal handler may take the lock in the thread that holds it.
         self._lock = threading.RLock()
-        # It needs no folder and ends with this process; the kernel lets this user's processes open it, and no others.
+        # A pipe needs no folder and ends with this process. The kernel lets only processes of this user open it.
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._invite()
 
     def begin(self, handler: int | None, *, follows: bool) -> None:
-        """Watch from now on, from any thread; a node of a rank above 0 `follows` rank 0, which tells it to end."""
+        """Watch from now on, from any thread; `follows`: rank 0, on another node, tells this node's workers to end."""
         child = Child("", handler)
         child.hold()
         self._has_begun, self._follows, self._next_handler = True, follows, child
         self.when_ready = None
         self._invite()
-        # A waiting process is woken; where the pipe is full it is awake.
+        # Wake the watching thread. If the pipe is full, the thread is awake.
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, b"\n")
 
     def run(self) -> None:
-        """Run it in the calling thread, for as long as this process lives."""
+        """Watch in the calling thread until this process ends."""
         while True:
             try:
                 self.turn()
-            except Exception as error:  # noqa: BLE001 - it may have better luck next time
+            except Exception as error:  # noqa: BLE001 - the next turn may succeed
                 say_line(f"the workers could not be looked at: {type(error).__name__}: {error}")
                 self.clock.wait((), LOOK_SECS)
 
     def turn(self) -> None:
-        """Look at the processes, and wait until there is something to look at."""
+        """Handle registrations and ends of processes, then wait for the next, or until the next check is due."""
         self.read_registered()
         schedulers = {pid for pid, its in list(self.registered.items()) if titles.role_of(its.title) == "scheduler"}
         if self.when_ready is not None and schedulers and schedulers <= self._ready:
             call, self.when_ready = self.when_ready, None
             call()
-        # A launch in another thread may name the next one meanwhile.
+        # A launch in another thread may set the next handler meanwhile.
         if (handler := self._next_handler) is not None and handler is not self._handler:
             self._handler.close()
             self._handler = handler
         ends = self._handler.descriptors()
-        # Where nothing reports the handler's end, each call asks whether it is there.
+        # Without a descriptor for the handler's end, each `_look` asks whether the handler is there.
         pause = self._look() if self._has_begun and not ends else None
         if self.wait(pause, {self._reader, *ends}).intersection(ends):
             self._handler.close()
             say_line("the crash handler has ended: a crash ends the server, but leaves no incident")
 
     def register(self, pid: int, title: str) -> None:
-        """Take in a process, with the title that it says it has, from any thread, where the server did start it."""
+        """Register a process with the title that it reports, if this server started it; callable from any thread."""
         child = Child("", pid, title=title)
         with self._lock:
             known = self.registered.get(pid)
@@ -310,7 +310,7 @@ class Serving(Supervisor):
                 self.registered[pid] = child
 
     def read_registered(self) -> None:
-        """Take in who said that it is there; once this returns, it is known, whichever thread read of it."""
+        """Register the processes that announced themselves; on return all are, whichever thread read the pipe."""
         with self._lock, contextlib.suppress(BlockingIOError):
             for line in os.read(self._reader, _PIPE_BYTES).decode(errors="replace").splitlines():
                 pid, _space, title = line.partition(" ")
@@ -325,7 +325,7 @@ class Serving(Supervisor):
 
     def _is_own(self, pid: int) -> bool:
         above = procfs.read_stat(pid)
-        # A program that is no Python may be in between, such as one that binds memory to a socket.
+        # Programs other than Python may be in between, for example one that binds memory to a CPU socket.
         while above is not None and above.ppid:
             parent, known = procfs.read_stat(above.ppid), self.registered.get(above.ppid)
             if above.ppid == self.pid or (parent and known and known.start_ticks == parent.start_ticks):
@@ -336,7 +336,7 @@ class Serving(Supervisor):
         return False
 
     def _look(self) -> float | None:
-        """Look at the processes, and return in how many seconds to look again at the latest, None if at no time."""
+        """Check the processes; return the seconds until the next check at the latest, None if none is needed."""
         if not crash_exit.ends_with_the_server():
             return None
         if crash_exit.has_begun() or protocol.is_reachable(published(SOCKET_VARIABLE)):
@@ -358,7 +358,7 @@ class Serving(Supervisor):
         return pause
 
     def _judge(self, child: Child, status: ExitStatus) -> float | None:
-        """End the server where a worker's end is the end of it; return in how many seconds to look at it again."""
+        """End the server if a worker's end requires it; return the seconds until that is decided, None if it is."""
         is_excused = child.pid is not None and self.excused.get(child.pid) == child.start_ticks
         is_asked = (status.code == 0 and self._follows) or (crash_exit.state.draining and is_orderly(status))
         if is_excused or is_asked:
@@ -366,7 +366,7 @@ class Serving(Supervisor):
         if status.signal in FATAL_SIGNALS:
             hold_secs = _HARD_HOLD_SECS
         else:
-            # Where several tokenizer workers tell the schedulers to end, this process is the last to hear of it.
+            # If several tokenizer workers tell the schedulers to end, this process learns of it last.
             hold_secs = Settings.from_environ().end_secs if is_orderly(status) else _SOFT_HOLD_SECS
         left = child.ended_at + hold_secs - self.clock.now()
         if left > 0:
@@ -376,9 +376,9 @@ class Serving(Supervisor):
         how = f"by {status.signal}" if status.signal is not None else f"with status {status.code}"
         words = f"process {child.pid} ({child.title or 'a scheduler'}) ended{f' {how}' if status.known else ''}"
         say_line(f"{words} and there is no crash handler; the server ends")
-        # Where it is not handled the signal would say less, or nothing at all.
+        # Without a handler, SIGQUIT ends this process with a less specific status, or does nothing.
         is_handled = signal.getsignal(signal.SIGQUIT) not in (signal.SIG_DFL, signal.SIG_IGN)
-        # Whatever comes of the signal, this process ends.
+        # This process ends by the deadline, whatever SIGQUIT does.
         crash_exit.begin(status_of_exit(status), 2 * Settings.from_environ().end_secs if is_handled else 0.0)
         if is_handled:
             signals.send_itself_sigquit()
@@ -393,7 +393,7 @@ current: Serving | None = None
 
 
 def listen() -> Serving:
-    """Return what this process knows of its server's processes, which may say from now on that they are there.
+    """Return this process's `Serving`, after creating it if absent; from then on workers can announce themselves.
 
     Raises:
         OSError, RuntimeError: no descriptor is left, or the system gives no thread.
@@ -408,19 +408,19 @@ def listen() -> Serving:
 
 
 def _known() -> Serving | None:
-    # A forked child's copy is its parent's.
+    # In a forked child, `current` is a copy of its parent's.
     return current if current is not None and current.pid == os.getpid() else None
 
 
 @never_raises
 def begin(*, follows: bool) -> None:
-    """Watch the server's processes in a thread of its own; see `Serving.begin`."""
+    """Watch the server's processes in a separate thread; see `Serving.begin`."""
     listen().begin(handler_pid(), follows=follows)
 
 
 @never_raises
 def register(processes: Iterable[Any]) -> None:
-    """Note which of `multiprocessing`'s processes this one started for the server, and tell the crash handler."""
+    """Register the `multiprocessing` processes that this one started for the server, also with the crash handler."""
     started = {process.pid: process for process in processes or () if type(getattr(process, "pid", None)) is int}
     stats = [stat for pid in started if (stat := procfs.read_stat(pid)) is not None]
     if stats:
@@ -433,10 +433,10 @@ def register(processes: Iterable[Any]) -> None:
             with contextlib.suppress(TypeError):
                 serving.started[stat.pid] = started[stat.pid]
     if os.environ.get(MODE_VARIABLE) == Mode.ELASTIC.value:
-        # It may be told to go on without some of its ranks, and ends those by one of these two.
+        # An elastic server may be told to go on without some ranks. It ends them by one of these methods.
         for process in started.values():
             for name in {"kill", "terminate"} & set(dir(process)) - set(vars(process)):
-                # By a weak reference: a process in a reference cycle keeps its descriptors until a collection.
+                # A weak reference: a process in a reference cycle keeps its descriptors until a garbage collection.
                 end = functools.partial(_end, weakref.ref(process), getattr(type(process), name))
                 setattr(process, name, before(end, functools.partial(_announce_end, process.pid)))
 
@@ -446,7 +446,7 @@ def _end(process: weakref.ref[Any], end: Callable[[Any], object]) -> object:
 
 
 def _announce_end(pid: int, *, whole: bool = True) -> None:
-    # To this server's own handler alone: the pid of a rank that is dead may be another server's by now.
+    # Only to this server's handler: the pid of a dead rank may belong to another server by now.
     notify("teardown", pid=pid, whole=whole)
     excuse(pid)
 
@@ -459,11 +459,11 @@ def wait_status(child: int) -> int:
 
 @never_raises
 def join(*, is_ready: bool = False) -> None:
-    """Say to the server's main process that this process is there, and what its title is; or that it `is_ready`."""
+    """Announce this process to the server's main process, with its title, or that it `is_ready`."""
     path, _space, inode = os.environ.get(MEMBERS_VARIABLE, "").partition(" ")
-    # The process may be gone, and its pid another one's.
+    # The main process may be gone, and its pid reused.
     try:
-        # Looked at before it is opened: to open what is another's may do something.
+        # Checked before it is opened for writing: opening another process's file may have side effects.
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except PermissionError:
         logger.warning("crash kit: the server's main process may not be inspected, so it does not know this process")
@@ -480,7 +480,7 @@ def join(*, is_ready: bool = False) -> None:
             finally:
                 os.close(pipe)
     except OSError:
-        # It has ended meanwhile.
+        # The main process has ended meanwhile.
         return
     finally:
         os.close(place)
@@ -488,11 +488,11 @@ def join(*, is_ready: bool = False) -> None:
 
 @never_raises
 def announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
-    """Tell that this process is about to end a process tree, by default its own; not `whole`: all below it."""
+    """Announce that this process is about to end a tree, by default its own; if not `whole`, all but the root."""
     pid = os.getpid() if parent_pid is None else parent_pid
     _announce_end(pid, whole=whole)
     if pid != os.getpid():
-        # The tree may be another server, which has a handler of its own.
+        # The tree may be another server, which has its own handler.
         path = socket_of(pid)
         if path is not None and str(path) != published(SOCKET_VARIABLE) and path.exists():
             protocol.notify(str(path), "teardown", pid=pid, whole=whole)
@@ -500,7 +500,7 @@ def announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
 
 @never_raises
 def excuse(pid: int) -> None:
-    """Note that this process is about to end the process `pid` and all below it on purpose."""
+    """Note that this process is about to end the process `pid` and its descendants on purpose."""
     serving = _known()
     if serving is not None:
         stats = map(procfs.read_stat, procfs.TreeScanner(pid).scan())
@@ -509,7 +509,7 @@ def excuse(pid: int) -> None:
 
 @never_raises
 def end_tokenizer_workers(seconds: float) -> int:
-    """Have each tokenizer worker save its requests and end, within so many seconds; return how many there were."""
+    """Have all tokenizer workers save their requests and end, within `seconds` in total; return their number."""
     serving = _known()
     if serving is None:
         return 0
@@ -518,7 +518,7 @@ def end_tokenizer_workers(seconds: float) -> int:
     try:
         for worker in workers.children:
             if worker.handle is not None:
-                # On it a worker saves its requests and ends.
+                # On SIGQUIT a worker saves its requests and ends.
                 signals.send_sigquit(worker.handle)
         deadline = time.monotonic() + seconds
         while workers.living() and (left := deadline - time.monotonic()) > 0:

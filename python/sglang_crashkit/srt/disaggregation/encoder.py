@@ -1,7 +1,7 @@
 """Hooks of ``sglang/srt/disaggregation/encoder/``, before 0.5.19 ``encode_server.py``: an encoder-only server.
 
-Its main process is the first rank, starts the others itself, and serves on without them. SGLang gives none of them a
-title.
+Its main process is the first rank. It starts the other ranks, and serves on without a rank that ends. SGLang sets no
+titles for these processes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sglang_crashkit.srt.stack_hooks import install_in_worker
 
 
 def on_encoder_launch(launch: Function) -> Function:
-    """Wrap what launches the server, over HTTP or gRPC: its crash handler is there before its first rank."""
+    """Wrap the server's launch function, for HTTP or gRPC: the crash handler starts before the first rank."""
     return before(launch, on_engine_launch)
 
 
 def on_encoder_rank(run: Function) -> Function:
-    """Wrap what a rank runs: it joins its server, and the exception that ends it is told."""
+    """Wrap the function that a rank runs: the rank joins its server, and reports the exception that ends it."""
 
     @functools.wraps(run)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Hooks of ``sglang/srt/entrypoints/engine.py``: the server launches, waits for its ranks, and its launch fails."""
+"""Hooks of ``sglang/srt/entrypoints/engine.py``: the launch of a server, the wait for its ranks, a failed launch."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from sglang_crashkit.srt.utils.common import end_after_crash
 
 logger = logging.getLogger(__name__)
 
-#: What cannot be told as JSON is told in so many characters at most.
+#: The maximum length of the text that replaces a value which JSON cannot represent, in characters.
 _MAX_WORDS = 1000
-#: Each is looked for on the whole of Python's path.
+#: Cached: each package is searched for on all of Python's path.
 _versions = functools.cache(read_versions)
 
-#: Whether this process launches a node of a rank above 0, and with which ``ServerArgs``.
+#: Whether this process launches a node of a rank above 0; the ``ServerArgs`` of its launch.
 _follows, _server_args = False, None
-#: The wait for the ranks, while it lasts.
+#: The current wait for the ranks, None if absent.
 _start: Startup | None = None
 
 
 @never_raises
 def on_engine_launch(server_args: Any) -> None:
-    """Start the crash handler before the first child process, where a crash folder is set or diagnostics are on."""
+    """Start the crash handler before the first child process, if a crash folder is set or diagnostics are on."""
     global _follows, _server_args
     settings = Settings.from_environ()
     crash_folder = getattr(server_args, "crash_dump_folder", None)
@@ -51,7 +51,7 @@ def on_engine_launch(server_args: Any) -> None:
         return
     set_crash_dump_env(server_args)
     mode = crash_exit.note_launch(server_args)
-    # By the monotonic clock, since when the readiness of the processes that are about to start is waited for.
+    # The time at which the wait for the new processes begins, by the monotonic clock.
     os.environ[LAUNCH_VARIABLE] = str(time.monotonic())
     _follows = (getattr(server_args, "node_rank", 0) or 0) > 0
     if crash_folder or settings.diagnostics:
@@ -63,25 +63,25 @@ def on_engine_launch(server_args: Any) -> None:
             _server_args = server_args
             _tell_environment(ready=False)
         finally:
-            # Where the handler did not start it is needed at once.
+            # If the handler did not start, this process must watch its workers at once.
             supervisor.begin(follows=_follows)
 
 
 def on_launch_phase_sigquit(handler: Function) -> Function:
-    """Wrap the SIGQUIT handler of the launch phase, by which a failed child tells: the incident is whole first.
+    """Wrap the launch phase's handler of SIGQUIT, which a failed child sends: it runs once the incident is complete.
 
-    Waits for that at most ``SGLANG_CRASHKIT_BUDGET_SECS``. It is in place until the server serves; on nodes of a rank
-    above 0 for as long as they run.
+    Waits for the incident at most ``SGLANG_CRASHKIT_BUDGET_SECS``, or longer if the crash handler asks for more time.
+    The SIGQUIT handler is in place until the server serves; on a node of a rank above 0 as long as the node runs.
     """
     return before(handler, _report_failed_child)
 
 
 def on_wait_for_scheduler_ready(wait: Function) -> Function:
-    """Take over from ``_wait_for_scheduler_ready``: any rank's death ends the wait at once.
+    """Replace ``_wait_for_scheduler_ready``: any rank's death ends the wait at once.
 
-    Returns what each rank sent, in order. RuntimeError says which rank died, closed its pipe, sent something else,
-    failed, or was silent for longer than ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; it is raised when the incident is
-    whole.
+    Returns each rank's message, in order. A RuntimeError names the rank that died, closed its pipe, sent another
+    message, failed, or was silent for longer than ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; it is raised once the
+    incident is complete.
     """
 
     def watch(wait: Function, scheduler_pipe_readers: Sequence[Any], scheduler_procs: Sequence[Any]) -> Any:
@@ -91,8 +91,8 @@ def on_wait_for_scheduler_ready(wait: Function) -> Function:
         can_watch = startup.can_watch(scheduler_pipe_readers, scheduler_procs)
         children = []
         if can_watch:
-            # Processes beyond the pipes are those that the data-parallel controller speaks for; their order is not
-            # their rank.
+            # The data-parallel controller reports for processes without a pipe. The order of such processes is not
+            # that of their ranks.
             is_rank = len(scheduler_pipe_readers) == len(scheduler_procs)
             for number, (process, reader) in enumerate(zip_longest(scheduler_procs, scheduler_pipe_readers)):
                 name = f"Rank {number} scheduler" if is_rank or process is None else ""
@@ -106,7 +106,7 @@ def on_wait_for_scheduler_ready(wait: Function) -> Function:
             crash_exit.end_by_status(error, startup.report(error))
             raise
         finally:
-            # The ranks have been started, whatever became of them.
+            # The ranks have been started, and have the variables, even if the wait for them failed.
             if not crash_exit.state.is_program:
                 withdraw_crash_dump_env()
         on_ranks_ready()
@@ -121,7 +121,7 @@ def on_ranks_ready() -> None:
     """Note that all ranks that this process launched are ready."""
     crash_exit.note_started()
     if _server_args is not None:
-        # Some arguments are resolved only meanwhile.
+        # Some arguments are resolved during the start of the ranks.
         _tell_environment(ready=True)
 
 
@@ -152,10 +152,10 @@ def _report_failed_child(*_args: Any, **_kwargs: Any) -> None:
 
 
 class Following(Supervisor):
-    """The schedulers of a node of a rank above 0, and its data-parallel controller: all of them are ready.
+    """The schedulers and the data-parallel controller of a node of a rank above 0, once all of them are ready.
 
-    Upstream waits there for one scheduler after the other, in order and behind a ``/health`` that always answers 200,
-    and ends with 0 whatever they died of. They end with 0 when rank 0, which alone is asked to end, tells them to.
+    On such a node upstream waits for one scheduler after the other, behind a ``/health`` that always answers 200, and
+    exits with 0 whatever they died of. Only rank 0 is asked to end; when it tells the schedulers, they exit with 0.
     """
 
     def __init__(self, children: Sequence[Child], clock: Clock | None = None) -> None:
@@ -165,14 +165,14 @@ class Following(Supervisor):
         self._is_draining = False
 
     def run(self) -> None:
-        """Return when one of them failed, or when all have ended because they were told to."""
+        """Wait until a process has failed, or until all have ended because rank 0 told them to."""
         while not self.have_failed() and self.living():
             self.wait(self._patience())
 
     def have_failed(self) -> bool:
-        """Look at them, and say whether one failed; the incident is whole then.
+        """Check the processes and return whether one failed; if so, its incident is complete.
 
-        To be called before this process does anything that their end may lead to.
+        Call it before this process does anything that the end of a process may lead to.
         """
         if self._lock.acquire(timeout=self._settings.exit_secs):
             try:
@@ -194,14 +194,14 @@ class Following(Supervisor):
                 return
         if ended and not self._is_draining:
             self._is_draining = True
-            # Told by rank 0: the others are about to follow.
+            # Rank 0 told it to end. The other processes are about to end as well.
             notify("draining")
         if self._patience() == 0.0:
             names = ", ".join(child.label() for child in self.living())
             self._fail(ended[0], f", and this did not follow: {names}")
 
     def _patience(self) -> float | None:
-        """Return how long the living still have to follow those that ended, in seconds; None where none has to."""
+        """Return the seconds that the other processes have left to end after the first did; None if unlimited."""
         ended = self.ended()
         if not ended or not self.living():
             return None
@@ -231,10 +231,10 @@ def _follow(processes: Iterable[Any]) -> None:
 
 @never_raises
 def _tell_environment(*, ready: bool) -> None:
-    """Tell the crash handler what it alone knows: this process's arguments, without secrets, and versions."""
+    """Send the crash handler what only this process knows: its arguments, without secrets, and versions."""
     if not published(SOCKET_VARIABLE):
         return
-    # Where it is not there the fields themselves are resolved.
+    # If the method is absent, the fields themselves hold the resolved values.
     resolve = getattr(_server_args, "resolved_dict", None)
     facts = {
         "command_line": redact_command(sys.orig_argv, known_secrets(_server_args)),

@@ -1,7 +1,7 @@
-"""Hook of ``sglang/srt/entrypoints/grpc_server.py``: a server program whose ranks no ``Engine`` launches.
+"""Hook of ``sglang/srt/entrypoints/grpc_server.py``: a server program that launches its ranks without an ``Engine``.
 
-After 0.5.9 the launch is another distribution's, ``smg-grpc-servicer``. Nothing of that is patched; what is hooked is
-what any release of it calls: ``configure_logger``, the event loop's and ``multiprocessing``'s own functions, and
+After 0.5.9 another distribution, ``smg-grpc-servicer``, does the launch. It is not patched. The hooks are on functions
+that every release of it calls: ``configure_logger``, functions of the event loop and of ``multiprocessing``, and
 ``GrpcRequestManager`` by its name. Without that class an incident has no requests, and all else works.
 """
 
@@ -23,12 +23,12 @@ from sglang_crashkit.srt.hooks import Function, after_construction, before, neve
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states, on_sigterm
 from sglang_crashkit.srt.utils.common import end_after_crash
 
-#: Where a release has the class that holds the requests under way: SGLang's own, and the other distribution's.
+#: Modules with the class that holds the requests in progress: SGLang's own, and the other distribution's.
 _MANAGERS = ("sglang.srt.grpc.grpc_request_manager", "smg_grpc_servicer.sglang.request_manager")
 
 
 def on_grpc_program(serve: Function) -> Function:
-    """Wrap ``serve_grpc``: who awaits it is a server program, whose launch is hooked from then on."""
+    """Wrap ``serve_grpc``: a process that awaits it is a server program, and its launch is hooked from then on."""
 
     @functools.wraps(serve)
     async def serve_program(*args: Any, **kwargs: Any) -> Any:
@@ -45,14 +45,14 @@ def _hook_launch() -> None:
     crash_exit.state.is_program, crash_exit.state.launch = True, _begin_launch
     loop: Any = asyncio.get_running_loop()
     loop.add_signal_handler = functools.partial(_add_signal_handler, loop.add_signal_handler)
-    # What the launcher ends, it means to end.
+    # The launcher ends these processes on purpose.
     for name in ("terminate", "kill"):
         setattr(BaseProcess, name, before(getattr(BaseProcess, name), _announce_end))
     for module in _MANAGERS:
         with contextlib.suppress(ImportError):
             kind = getattr(importlib.import_module(module), "GrpcRequestManager", None)
             if isinstance(kind, type):
-                # Newer ones are there before the ranks, and before the logger is configured.
+                # Newer releases make it before the ranks, and before they configure the logger.
                 kind.__init__ = before(kind.__init__, lambda _manager, *args, **named: _begin_launch(*args, **named))  # type: ignore[misc]
                 after_construction(kind, on_request_states)
 
@@ -67,12 +67,12 @@ def _begin_launch(server_args: Any = None, *_args: Any, **_kwargs: Any) -> None:
     supervisor.listen().when_ready = on_ranks_ready
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
-        # It would end this process with a core dump before the incident is whole.
+        # By default SIGQUIT would end this process with a core dump before the incident is complete.
         signal.signal(signal.SIGQUIT, on_launch_phase_sigquit(lambda *_args: end_after_crash()))
 
 
 def _add_signal_handler(add: Function, number: int, callback: Callable[..., object], *args: Any) -> Any:
-    """Wrap the event loop's function of that name: what the launcher does on a signal tells the crash handler first."""
+    """Replace the event loop's function: the launcher's callbacks for signals notify the crash handler first."""
     if number in (signal.SIGTERM, signal.SIGINT):
         callback = on_sigterm(callback)
     elif number == signal.SIGQUIT:

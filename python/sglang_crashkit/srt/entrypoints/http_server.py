@@ -9,7 +9,7 @@ from sglang_crashkit.srt.hooks import Function, before
 
 
 def on_server_program(launch: Function) -> Function:
-    """Wrap a launcher of a server: who calls it is a server program, not a library's user, and stays one."""
+    """Wrap a launcher of a server: a process that calls it is a server program, not a user's program, from then on."""
     return before(launch, _note)
 
 

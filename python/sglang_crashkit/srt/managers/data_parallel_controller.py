@@ -1,7 +1,7 @@
-"""Hooks of ``sglang/srt/managers/data_parallel_controller.py``: it waits for the schedulers that it starts, and raises.
+"""Hooks of ``sglang/srt/managers/data_parallel_controller.py``: the wait for its schedulers, and an exception.
 
-Each data-parallel rank is started by a thread of its own, which must never end: the kernel would end its schedulers
-with it. So the main thread waits for the ranks of all threads, and an error reaches upstream's own handling of it.
+A separate thread starts each data-parallel rank. The thread must never end: the kernel would end its schedulers with
+it. So the main thread waits for the ranks of all threads, where an error reaches upstream's own error handling.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from sglang_crashkit.srt.supervisor import Child
 logger = logging.getLogger(__name__)
 
 _GROUPS = "_crashkit_groups"
-#: The launching process waits for this one, which knows more of who is not ready, and so speaks this much earlier.
+#: The controller knows more of ranks that are not ready than the launching process, and times out so much earlier.
 _HEAD_START_SECS = 2.0
 _FOREVER_SECS = 24 * 3600.0
 _thread = threading.local()
 
 
 def on_controller_exception() -> None:
-    """Tell the crash handler of the exception being handled, before the parent is told; see `tell_exception`.
+    """Report the exception being handled to the crash handler; call it before the parent learns of it.
 
-    That the ranks did not get ready has been told by then, and is no failure of the controller.
+    A failed start of the ranks has been reported by then, and is not a failure of the controller.
     """
     if not isinstance(sys.exc_info()[1], StartupError):
         tell_exception()
 
 
 def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
-    """Return what the main thread of a ``DataParallelController`` waits on in place of `ready_events`.
+    """Return the objects that the main thread of a ``DataParallelController`` waits on in place of `ready_events`.
 
-    Of these there is one for each thread that is about to start a group; before them all groups are waited for.
+    There is one event for each thread that is about to start a group; before them comes one wait for all groups.
     """
     return _group_events(controller, ready_events) or ready_events
 
@@ -60,7 +60,7 @@ def _group_events(controller: Any, ready_events: list[threading.Event]) -> list[
 
 
 def on_scheduler_group_launch(launch: Function) -> Function:
-    """Wrap ``launch_tensor_parallel_group``: an error in a group's thread is raised in the main thread instead."""
+    """Wrap ``launch_tensor_parallel_group``: an error in a group's thread is raised in the main thread."""
     signature = inspect.signature(launch)
 
     def launch_in_thread(launch: Function, controller: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def on_scheduler_group_launch(launch: Function) -> Function:
 
 
 def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]:
-    """Wait for a group of schedulers, of which `readers` are the pipes; return pipes that hold what each sent.
+    """Wait for the group of schedulers at the other ends of `readers`; return pipes that give each one's message.
 
     Raises:
         StartupError: a RuntimeError; a scheduler will not get ready.
@@ -94,12 +94,12 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
         group = "" if dp_rank is None else f"DP{dp_rank} "
         processes: list[Any]
         if started := getattr(controller, "prelaunched_schedulers", None):
-            # Those that the launching process started for the controller are known by pid, None if unknown.
+            # The launching process started the schedulers for the controller: they are known by pid, None if unknown.
             pids = {id(reader): pid for pid, reader in started.values()}
             processes = [pids.get(id(reader)) for reader in readers]
         else:
-            # Threads start their groups side by side, so that the order of the processes says nothing: each is the one
-            # at the other end of the pipe, None where it cannot be told. The kernel's name of a pipe has its inode.
+            # Threads start their groups at the same time, so the order of the processes means nothing. Find the process
+            # that has the other end of each pipe, None if unknown. The kernel's name of a pipe contains its inode.
             files = [(each, {path for _link, path in open_files(each.pid)}) for each in _own_processes(controller)]
             pipes = [Path(f"/proc/self/fd/{reader.fileno()}").readlink() for reader in readers]
             processes = [next((process for process, opened in files if pipe in opened), None) for pipe in pipes]
@@ -113,25 +113,25 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
     except StartupError as error:
         startup.report(error)
         raise
-    except Exception:  # noqa: BLE001 - upstream reads what is left
+    except Exception:  # noqa: BLE001 - upstream reads the rest
         note_failure(on_scheduler_group_started)
     return startup.readers_of(members) or readers
 
 
 class _Groups:
-    """The groups that threads start, and the one wait for all of them."""
+    """The groups that threads start, and one wait for all of them."""
 
     def __init__(self, controller: Any, expected: int) -> None:
         self._controller = controller
         self._missing = expected
         self._lock = threading.Lock()
         self._members: list[Child] = []
-        #: What the main thread is to raise.
+        #: The exception that the main thread raises.
         self.error: Exception | None = None
         self._ready = threading.Event()
 
     def join(self, members: list[Child]) -> None:
-        """Hand a group's members to the main thread; return when all groups are ready, and never if one will not be."""
+        """Hand a group's members to the main thread; return when all groups are ready, or never if one fails."""
         with self._lock:
             self._members += members
             self._missing -= 1
@@ -143,7 +143,7 @@ class _Groups:
 
         Raises:
             StartupError: a scheduler will not get ready.
-            Exception: what a thread raised when it started its group.
+            Exception: a thread's exception from starting its group.
         """
         try:
             Startup(self._members, self._all_known, _waited_secs()).run()
@@ -153,7 +153,7 @@ class _Groups:
         except Exception:
             if self.error is not None:
                 raise
-            # Each thread reads what is left of its group's pipes.
+            # Each thread reads the rest from its group's pipes.
             note_failure(self.wait)
         delattr(self._controller, _GROUPS)
         self._ready.set()
@@ -166,15 +166,15 @@ class _Groups:
                 return False
             if self._missing == 0:
                 self._missing = -1
-                # One that died before its pipe could be told is watched all the same.
+                # Also watch a scheduler that died before it could be assigned to a pipe.
                 _with_others(self._controller, self._members)
         return True
 
 
 def _waited_secs() -> float:
-    """Return how long the launching process has waited for this one's schedulers, with the head start, in seconds.
+    """Return how long the launching process has waited for this one's schedulers, plus the head start, in seconds.
 
-    Of those that an elastic controller starts later nothing waited before.
+    It is 0 for schedulers that an elastic controller starts later: nothing has waited for them.
     """
     with contextlib.suppress(KeyError, ValueError):
         return time.monotonic() - float(os.environ.pop(LAUNCH_VARIABLE)) + _HEAD_START_SECS
@@ -182,12 +182,12 @@ def _waited_secs() -> float:
 
 
 def _own_processes(controller: Any) -> list[Any]:
-    # Released slots of an elastic controller are None.
+    # An elastic controller's released slots are None.
     return [process for process in list(controller.scheduler_procs) if process is not None]
 
 
 def _with_others(controller: Any, members: list[Child]) -> list[Child]:
-    """Return `members`, to which those of the controller's schedulers are added that are not among them."""
+    """Add the controller's other schedulers to `members`, and return it."""
     known = [member.process for member in members]
     members += [Child("", process) for process in _own_processes(controller) if process not in known]
     return members

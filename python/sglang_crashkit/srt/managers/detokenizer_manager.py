@@ -1,4 +1,4 @@
-"""Hook of ``sglang/srt/managers/detokenizer_manager.py``: the detokenizer hit an exception."""
+"""Hook of ``sglang/srt/managers/detokenizer_manager.py``: the detokenizer raises an exception."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from sglang_crashkit.srt.exception_record import tell_exception
 
 
 def on_detokenizer_exception() -> None:
-    """Tell the crash handler of the exception being handled, before the parent is told; see `tell_exception`."""
+    """Report the exception being handled to the crash handler; call it before the parent learns of it."""
     tell_exception()

@@ -1,8 +1,8 @@
-"""Heartbeats of those beside the schedulers without which no request is answered.
+"""Heartbeats of the processes that every answer needs, besides the schedulers.
 
-The event loop of a tokenizer manager, in each tokenizer worker, or of their router beats once a second. The detokenizer
-has no such loop: it says when it begins to work at a message and when it waits for the next. No patch calls this for
-it: what SGLang's own class has is wrapped as its process begins, where the release has it under this name.
+The asyncio loop of a tokenizer manager, in each tokenizer worker, and that of their router beat once a second. The
+detokenizer has no such loop: it records when it begins to handle a message and when it waits for the next. No patch
+calls this for the detokenizer: methods of SGLang's class, if found by name, are wrapped as its process begins.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sglang_crashkit.srt.hooks import before, held_memory, never_raises
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
 #: The loops of a `DetokenizerManager`, with one tokenizer and with several.
 _DETOKENIZER_LOOPS = ("event_loop", "multi_http_worker_event_loop")
-#: What each loop runs; a loop holds its tasks by weak references only.
+#: The tasks that beat; an event loop holds its tasks by weak references only.
 _tasks: set[asyncio.Task[None]] = set()
 
 
 def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> HeartbeatWriter | None:
-    """Return a heartbeat of this process, which the log calls `who`; None without memory for it, see `held_memory`."""
+    """Return a heartbeat of this process, `who` in the log; None if detection of hangs is off, or see `held_memory`."""
     if not Settings.from_environ().hang_secs:
         return None
     return held_memory("heartbeat", HeartbeatWriter, f"hangs of this {who} are not noticed", describe)
@@ -33,15 +33,15 @@ def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> H
 
 @never_raises
 def start_loop_heartbeat(manager: Any) -> None:
-    """Have the event loop of a ``TokenizerManager`` beat, from when that creates its tasks with the first request.
+    """Have the event loop of a ``TokenizerManager`` beat, from the first request on, when its tasks are created.
 
-    Not in a library's user's program, which runs the loop for each call.
+    Don't call it in a user's program, which runs the event loop only during each call.
     """
     create = manager.auto_create_handle_loop
 
     def create_and_beat() -> None:
         create()
-        # From now on the class's own is called again.
+        # From now on the method of the class is called again.
         vars(manager).pop("auto_create_handle_loop", None)
         _begin(manager.event_loop)
 
@@ -49,7 +49,7 @@ def start_loop_heartbeat(manager: Any) -> None:
 
 
 def start_router_heartbeat(router: Any) -> None:
-    """Have the event loop of a ``MultiTokenizerRouter`` beat, which a thread of its own runs."""
+    """Have the event loop of a ``MultiTokenizerRouter`` beat, which runs in a separate thread."""
     loop = getattr(router, "_loop", None)
     if loop is not None:
         loop.call_soon_threadsafe(_begin, loop)
@@ -63,7 +63,7 @@ def _begin(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _beat() -> None:
-    # Only here does the loop run.
+    # Not earlier: only here is it certain that the loop runs.
     writer = never_raises(open_heartbeat)("tokenizer manager")
     if writer is None:
         return
@@ -73,13 +73,13 @@ async def _beat() -> None:
             words[LOOP_TIME] = monotonic()
             await asyncio.sleep(BEAT_SECS)
     finally:
-        # The loop ends, which is no hang.
+        # The loop ends, which is not a hang.
         words[FLAGS] = OFF
 
 
 @never_raises
 def start_detokenizer_heartbeat() -> None:
-    """Have the detokenizer beat from when its event loop begins; to be called in its process before that."""
+    """Have the detokenizer beat from the start of its event loop on; call it in its process before that."""
     kind = getattr(sys.modules.get(_DETOKENIZER), "DetokenizerManager", None)
     for name in _DETOKENIZER_LOOPS:
         loop = getattr(kind, name, None)
@@ -104,6 +104,6 @@ def _beat_with_messages(manager: Any) -> None:
             words[LOOP_TIME] = monotonic()
             words[FLAGS] = WAITING
 
-    # It keeps the writer's memory; only the loop calls it.
+    # Keeps the writer alive. Only the detokenizer's loop calls the function.
     dispatch_and_beat.writer = writer  # type: ignore[attr-defined]
     manager._request_dispatcher = dispatch_and_beat

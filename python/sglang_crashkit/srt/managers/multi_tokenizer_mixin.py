@@ -1,8 +1,7 @@
 """Hook of ``sglang/srt/managers/multi_tokenizer_mixin.py``: a crash of a server with several tokenizer workers.
 
-The server's main process is an HTTP server's supervisor there. It takes SIGQUIT, by which a failed child tells of
-itself, for a signal of no meaning, and starts a worker, which has the requests, anew when one ends. The router is what
-SGLang runs in it.
+The server's main process is then an HTTP server's supervisor, in which SGLang runs a router. The supervisor catches
+SIGQUIT, which a failed child sends, and does nothing. It replaces a worker that ends; the workers have the requests.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _claim, _done = threading.Lock(), threading.Event()
 
 
 def on_tokenizer_router(router: type) -> type:
-    """Extend ``MultiTokenizerRouter``, in place: its loop beats, and a SIGQUIT that others took over ends the server.
+    """Extend ``MultiTokenizerRouter`` in place: its loop beats, and SIGQUIT ends the server whichever handler it has.
 
-    It gets ``dump_requests_before_crash``, which upstream calls on it after an exception but which it lacks.
+    The class gets ``dump_requests_before_crash``, which upstream calls after an exception but does not define there.
     """
     after_construction(router, _watch_sigquit)
     after_construction(router, start_router_heartbeat)
@@ -41,7 +40,7 @@ def on_tokenizer_router(router: type) -> type:
 
 @never_raises
 def dump_requests_of_workers(_router: Any = None) -> None:
-    """Have each tokenizer worker save its requests and end, once, and wait for that and for the incident.
+    """Have each tokenizer worker save its requests and end, and wait for that and for the incident; only once.
 
     Takes at most twice ``SGLANG_CRASHKIT_BUDGET_SECS``.
     """
@@ -49,7 +48,7 @@ def dump_requests_of_workers(_router: Any = None) -> None:
     if not settings.enabled:
         return
     if not _claim.acquire(blocking=False):
-        # The caller kills the process next.
+        # The caller kills this process next.
         _done.wait(settings.exit_secs)
         return
     try:
@@ -65,18 +64,18 @@ def dump_requests_of_workers(_router: Any = None) -> None:
 
 
 def _watch_sigquit(router: Any) -> None:
-    """Start a thread that hears of SIGQUIT, whichever handler it has, by the interpreter's wake-up descriptor."""
+    """Start a thread that notices SIGQUIT, whichever handler it has, by the interpreter's wake-up descriptor."""
     if threading.current_thread() is not threading.main_thread() or not Settings.from_environ().enabled:
         return
     if not crash_exit.ends_with_the_server():
         return
-    # The workers, which are about to be started, say to it that they are there.
+    # The workers, which are about to start, announce themselves to it.
     never_raises(supervisor.listen)()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if earlier != -1:
-        # An event loop in this thread handles its signals itself.
+        # An event loop in this thread uses the wake-up descriptor and handles the signals.
         signal.set_wakeup_fd(earlier)
         os.close(reader)
         os.close(writer)
@@ -89,7 +88,7 @@ def _watch_sigquit(router: Any) -> None:
 def _end_on_sigquit(reader: int, own_handler: Any, kill: Callable[..., None] | None) -> None:
     while True:
         signals = os.read(reader, 64)
-        # SGLang's handler of the launch phase ends the server by itself, as long as it is there.
+        # As long as SGLang's handler of the launch phase is in place, it ends the server.
         if signal.SIGQUIT in signals and signal.getsignal(signal.SIGQUIT) is not own_handler:
             break
     logger.error("crash kit: SIGQUIT received; it usually means that a child failed; the server ends")

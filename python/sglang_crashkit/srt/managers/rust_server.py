@@ -1,7 +1,7 @@
-"""The requests of a scheduler that takes them from its own Rust server, in place of a tokenizer manager.
+"""Journal the requests of a scheduler that gets them from its own Rust server, not from a tokenizer manager.
 
-No patch calls this: what SGLang's own ``RustServer`` has is wrapped as the scheduler's process begins. Where a release
-has it under another name, an incident has no requests.
+No patch calls this: methods of SGLang's class ``RustServer`` are wrapped as the scheduler's process begins. In a
+release that names the class differently, an incident has no requests.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from sglang_crashkit.srt.hooks import after, before, never_raises
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
-#: A busy scheduler answers a health check by the requests that it has, and this one never.
+#: The prefix of a health check's id. A busy scheduler lets its other requests answer, and never answers the check.
 _HEALTH_CHECK = "HEALTH_CHECK"
-#: More are not under way: the oldest of so many ended without a word.
+#: The maximum number of requests in progress: beyond it the oldest is taken to have ended without a message.
 MAX_UNDER_WAY = 1 << 16
 
 
 @never_raises
 def journal_rust_server(server_args: Any) -> None:
-    """Note the requests of a ``RustServer`` of this process in a journal, where there is a ``--crash-dump-folder``."""
+    """Record the requests of this process's ``RustServer`` in a journal, if there is a ``--crash-dump-folder``."""
     kind = getattr(sys.modules.get(_SCHEDULER), "RustServer", None)
     if not isinstance(kind, type) or not getattr(server_args, "crash_dump_folder", None):
         return
@@ -34,7 +34,7 @@ def journal_rust_server(server_args: Any) -> None:
 
 
 class _Intake:
-    """The requests between what the Rust server hands over and what it is given back."""
+    """The requests that the Rust server has handed over, and that the scheduler has not answered."""
 
     def __init__(self) -> None:
         self._states: JournaledStates | None = None
@@ -53,7 +53,7 @@ class _Intake:
             rid, name = str(request.rid), type(request).__name__
             if name.startswith("Tokenized") and not rid.startswith(_HEALTH_CHECK):
                 states[rid] = state = SimpleNamespace(obj=request, finished=False)
-                # An image is not kept for longer than the scheduler keeps it.
+                # Keep no reference to the request, whose images the scheduler may free earlier.
                 state.obj = None
                 if len(states) > MAX_UNDER_WAY:
                     states.pop(next(iter(states)))

@@ -1,4 +1,4 @@
-"""When a scheduler raises: hooks of ``sglang/srt/managers/scheduler.py``, where it ends by that or serves on."""
+"""Hooks of ``sglang/srt/managers/scheduler.py`` for an exception, whether it ends the scheduler or is caught."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from sglang_crashkit.srt.managers.scheduler_heartbeat import known_gpu
 
 logger = logging.getLogger(__name__)
 
-#: The incident is written within this time once its own is spent, and the server ends within it, in seconds.
+#: Extra time for the crash handler to finish an incident, and then for the server to end, in seconds.
 _FINISH_SECS = 2.0
 _MAX_NAMED = 8
-#: What a scheduler constructs, or calls, where it catches an exception in its event loop and serves on: SGLang's pull
-#: requests 40078 (fault tolerance) and 33340 (``--debug-mode``).
+#: The class that a scheduler constructs, or the method that it calls, when it catches an exception in its event loop
+#: and serves on: SGLang's pull requests 40078 (fault tolerance) and 33340 (``--debug-mode``).
 _FAULT, _DISCARD = "FaultToleranceRankFaultOutput", "_discard_failed_batch"
 
 
 def on_scheduler_exception() -> None:
-    """Tell the crash handler of the exception being handled, before the parent is told; see `tell_exception`."""
+    """Report the exception being handled to the crash handler; call it before the parent learns of it."""
     tell_exception(known_gpu())
 
 
 @never_raises
 def watch_caught_exceptions() -> None:
-    """Tell of each exception that this scheduler catches to serve on, where the release does so.
+    """Report each exception after which this scheduler serves on, in a release that catches exceptions.
 
-    To be called in its process before the event loop, when its modules are loaded.
+    Call it in the scheduler's process before the event loop, when its modules are loaded.
     """
     modules = {name: module for name, module in list(sys.modules.items()) if name.startswith("sglang.srt.")}
     fault: Any = getattr(modules.get("sglang.srt.managers.io_struct"), _FAULT, None)
     for name, module in modules.items():
-        # Its own module keeps the class, by which it is encoded.
+        # The module that defines the class keeps it: the encoding of messages depends on the class.
         if fault is not None and name != fault.__module__ and getattr(module, _FAULT, None) == fault:
             setattr(module, _FAULT, before(fault, _tell_caught))
     scheduler: Any = getattr(modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
@@ -54,19 +54,19 @@ def _tell_caught(*_args: object, **_fields: object) -> None:
 
 @never_raises
 def on_parent_told() -> None:
-    """Kill the server's process group where ``SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION`` asks for it.
+    """Kill the server's process group if ``SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION`` is set.
 
-    To be called once the parent was sent SIGQUIT. The kill comes when the requests are saved and the incident is whole,
-    after ``SGLANG_CRASHKIT_BUDGET_SECS`` at the latest. Where the kit is off, the release's own branch, if any, does
-    it.
+    Call it after SIGQUIT was sent to the parent. The group is killed once the requests are saved and the incident is
+    complete, after ``SGLANG_CRASHKIT_BUDGET_SECS`` at the latest. If the kit is off, only the release's own code, if
+    any, kills the group.
     """
     if not read_bool(os.environ, "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION", False) or not hasattr(os, "killpg"):
         return
     settings = Settings.from_environ()
     if settings.enabled:
         answer = request("await_incident", settings.budget_secs + _FINISH_SECS)
-        # The server ends its processes, this one too, with a status that tells the cause, which a kill would not.
-        # Where there is no crash handler, its end reports the dump, too.
+        # Give the server time to end its processes, this one too, with a status that names the cause; a kill would
+        # not. Without a crash handler the server's end also means that the requests are saved.
         with contextlib.suppress(OSError):
             server = ProcessHandle(find_server(os.getpid()))
             server.has_exited(settings.budget_secs if answer is None else _FINISH_SECS)
@@ -75,9 +75,9 @@ def on_parent_told() -> None:
 
 
 def kill_own_group() -> None:
-    """Send SIGKILL to the processes of this server that are in this process's group, this one last.
+    """Send SIGKILL to the processes of this server in this process's group, to this process last.
 
-    Others, such as a shell or another server, are named and left alive, though upstream kills the whole group.
+    Other processes in the group, such as a shell, are logged and left alive, though upstream kills the whole group.
     """
     group = os.getpgrp()
     own = procfs.TreeScanner(find_server(os.getpid())).scan()
@@ -98,10 +98,10 @@ def kill_own_group() -> None:
 
 
 def find_server(pid: int) -> int:
-    """Return the main process of the server that the worker `pid` belongs to: the first ancestor that is no worker."""
-    # By the name that the kernel keeps of the title, which comes whatever the process does.
+    """Return the main process of the worker `pid`'s server: the first ancestor that is not a worker."""
+    # By the kernel's short name (``comm``) of the process: reading it never blocks.
     while (stat := procfs.read_stat(pid)) is not None and stat.comm.startswith(titles.PREFIX):
-        # An orphan's parent is init, which is no server; in a container the server itself may be process 1.
+        # An orphan's parent is init, which is not a server. In a container the server itself may be process 1.
         if stat.ppid < 1 or (stat.ppid == 1 and not procfs.is_python(1)):
             break
         pid = stat.ppid

@@ -1,7 +1,7 @@
-"""In each round and batch a scheduler beats: hooks of ``sglang/srt/managers/scheduler.py``.
+"""The heartbeat of a scheduler, in each round and each batch: hooks of ``sglang/srt/managers/scheduler.py``.
 
-The two functions are called in every round of the event loop and take well under a microsecond together, and some 20 ns
-more for each new request. Whatever goes wrong in them switches the beat off and nothing else.
+The two hooks are called in every round of the event loop and take well under a microsecond together, and some 20 ns
+more for each new request. An error in them switches the heartbeat off and has no other effect.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from sglang_crashkit.srt.managers.loop_heartbeat import open_heartbeat
 
 logger = logging.getLogger(__name__)
 
-#: Requests whose classes (``sglang/srt/managers/io_struct.py``) begin like this are handled at once: work to be queued,
-#: and questions. Any other, such as an update of the weights, may take minutes.
+#: How the names of those classes of requests (``sglang/srt/managers/io_struct.py``) begin that are handled at once: new
+#: work and queries. Any other request, such as an update of the weights, may take minutes.
 _QUICK = ("Tokenized", "BatchTokenized", "Abort", "Get", "OpenSession", "CloseSession")
 
-#: By which it is asked to leave its event loop, and to end; until then the main process waits in its own.
+#: The request to leave the event loop and end; until the scheduler has ended, the main process waits in its own loop.
 _LEAVE = "ShutdownReq"
 
 _writer: HeartbeatWriter | None = None
@@ -49,15 +49,15 @@ _words: memoryview[float] | None = None
 _is_off = False
 #: See `known_gpu`.
 _gpu: str | None = None
-#: The classes that are known to be quick.
+#: The classes of requests that are handled at once, as far as they are known.
 _quick: set[type] = set()
 
 
 def on_iteration(scheduler: Any, requests: Sequence[Any]) -> None:
-    """Note that the scheduler begins a round of its event loop.
+    """Record that the scheduler begins a round of its event loop.
 
-    To be called when the round's new requests are there, before they are handled: every event loop comes by in every
-    round, idle and paused ones too.
+    Call it when the round's new requests have arrived, before they are handled: every event loop gets there in every
+    round, also when it is idle or paused.
     """
     if _is_off:
         return
@@ -71,7 +71,7 @@ def on_iteration(scheduler: Any, requests: Sequence[Any]) -> None:
             flags = PAUSED if scheduler._engine_paused else 0
         except AttributeError as error:
             flags = note_gone(error, 0)
-        # Several tokenizers send what they have: what may take any time is anywhere among the others.
+        # Several tokenizers may send requests: a slow request may be at any place among the others.
         if requests and not _quick.issuperset(map(type, requests)):
             for kind in set(map(type, requests)) - _quick:
                 flags |= _flag_of(kind)
@@ -82,7 +82,7 @@ def on_iteration(scheduler: Any, requests: Sequence[Any]) -> None:
 
 
 def on_batch(scheduler: Any, batch: Any) -> None:
-    """Note that the scheduler begins a batch, once ``Scheduler.forward_ct`` counts it."""
+    """Record that the scheduler begins a batch; call it once ``Scheduler.forward_ct`` counts the batch."""
     words = _words
     if words is None:
         return
@@ -100,15 +100,15 @@ def on_batch(scheduler: Any, batch: Any) -> None:
 
 
 def known_gpu() -> str | None:
-    """Return the UUID of the GPU that this process computes on, which holds in a container, too; None without one.
+    """Return the UUID of the GPU that this process computes on, which is the same in a container; None without a GPU.
 
-    It is as it was when the scheduler began to beat; the driver may not answer any more.
+    It was read when the heartbeat began: the driver may not answer any more.
     """
     return _gpu
 
 
 def _flag_of(kind: type) -> int:
-    """Return the flag of a class of requests; one that is quick is remembered."""
+    """Return the flag of a class of requests, 0 for one that is handled at once, which is also remembered."""
     if kind.__name__ == _LEAVE:
         return OFF
     if not kind.__name__.startswith(_QUICK):
@@ -118,7 +118,7 @@ def _flag_of(kind: type) -> int:
 
 
 def _begin() -> memoryview[float] | None:
-    """Tell the crash handler where the beat is; None where there is no handler."""
+    """Make the heartbeat and send its memory to the crash handler; return None if there is no handler."""
     global _writer, _words, _is_off
     _is_off = True
     supervisor.join(is_ready=True)
@@ -131,7 +131,7 @@ def _begin() -> memoryview[float] | None:
 
 
 def _on_collection(phase: str, _about: object) -> None:
-    """Note since when Python collects garbage, and how long a long collection took."""
+    """Record since when Python collects garbage, and how long a long collection took."""
     words = _words
     if words is None:
         return
@@ -141,7 +141,7 @@ def _on_collection(phase: str, _about: object) -> None:
         return
     began = words[COLLECTING_SINCE]
     words[COLLECTING_SINCE] = 0.0
-    # Of one that began before this was noted, nothing is known.
+    # The beginning of a collection that was running when this callback was added is not known.
     if began and now - began > LONG_SECS:
         words[COLLECTION_SECS], words[COLLECTION_ENDED] = now - began, now
         words[LONG_COLLECTIONS] += 1
@@ -153,22 +153,22 @@ def _describe() -> dict[str, Any]:
     try:
         if cuda is not None and cuda.is_initialized():
             _gpu = str(cuda.get_device_properties(cuda.current_device()).uuid)
-    except Exception as error:  # noqa: BLE001 - the beat does not need it, and a platform may have none
+    except Exception as error:  # noqa: BLE001 - the heartbeat does not need it, and a platform may have none
         logger.debug("the GPU's UUID is not known: %s", error)
     return {"modes": forward_modes(), "gpu": _gpu}
 
 
 def forward_modes() -> dict[str, str]:
-    """Return the names of the release's forward modes by their number; nothing where it keeps them elsewhere."""
+    """Return the names of the release's forward modes by number; empty if they are not where the kit looks."""
     module = sys.modules.get("sglang.srt.model_executor.forward_batch_info")
     return {str(int(mode)): mode.name.lower() for mode in getattr(module, "ForwardMode", ())}
 
 
 def _switch_off() -> None:
-    """Beat no more, because of the exception being handled."""
+    """Stop the heartbeat, and log the exception being handled."""
     global _words, _is_off
     logger.warning("crash kit: hangs of this scheduler are not noticed any more", exc_info=True)
     words, _words, _is_off = _words, None, True
     if words is not None:
-        # It stands still from now on, and that is no hang.
+        # From now on the heartbeat does not change, which is not a hang.
         words[FLAGS] = OFF

@@ -1,4 +1,4 @@
-"""Hooks of ``sglang/srt/managers/tokenizer_manager.py``: the requests are saved before a crash, and SIGTERM comes."""
+"""Hooks of ``sglang/srt/managers/tokenizer_manager.py``: the dump of the requests before a crash, and SIGTERM."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import diagnose_schedul
 
 logger = logging.getLogger(__name__)
 
-#: Upstream's own diagnostics, which the kit takes over.
+#: Variables of upstream's own diagnostics, which the kit replaces.
 _UPSTREAM_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 _SAVED = "_crashkit_saved_requests"
-#: The thread that makes a dump, and the event of its end.
+#: Attribute with the thread that makes a dump, and the event that is set at the dump's end.
 _ONGOING = "_crashkit_ongoing_dump"
 _ORDERLY = "_crashkit_orderly_exit"
-#: A signal whose handler dumps, too, may interrupt the process that holds it.
+#: Reentrant: a signal whose handler also dumps may interrupt the thread that holds the lock.
 _claims = threading.RLock()
-#: On a disk with less than this, in bytes, no file of requests is begun.
+#: The least free disk space with which a file of requests is begun, in bytes.
 _LEAST_FREE_BYTES = 1 << 20
 
 
 def on_crash_dump(dump: Function) -> Function:
     """Wrap ``TokenizerManager.dump_requests_before_crash``.
 
-    Upstream's method writes the requests, as before. The diagnostics that follow them there, from 0.5.13 on, are the
-    crash handler's, and the method returns when the incident is whole; without a handler this process makes them. An
-    error of the dump is named in the log and in the incident. A second thread that calls waits until the first is done.
+    Upstream's method still writes the requests. From 0.5.13 on it also runs diagnostics: here the crash handler does,
+    and the call returns when the incident is complete; without a handler this process does. An error of the dump is in
+    the log and in the incident. A second thread that calls waits until the first is done.
     """
 
     def instead(dump: Function, manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,15 +61,15 @@ def on_crash_dump(dump: Function) -> Function:
             earlier: tuple[int, threading.Event] | None = vars(manager).get(_ONGOING)
             if earlier is None and is_crash and wanted:
                 setattr(manager, _ONGOING, (threading.get_ident(), done))
-        # What is wanted counts for the first one only: while it works, upstream's flags are not the user's.
+        # `wanted` counts only for the first call: during it, the variables of upstream's diagnostics are overridden.
         if earlier is not None and earlier[0] == threading.get_ident():
             return save() if getattr(manager, "crash_dump_performed", False) else None
         if earlier is not None:
-            # Its caller kills the process next.
+            # The caller kills this process next.
             earlier[1].wait(settings.exit_secs)
             return None
         if is_crash:
-            # Without a crash handler the wait for GPU cores is this process's.
+            # Without a crash handler this process itself waits for GPU cores.
             seconds = _evidence_secs(settings) + settings.core_wait_secs
             crash_exit.begin(ServerExit.HUNG if _is_unhealthy(manager) else ServerExit.CRASHED, seconds)
         if not (is_crash and wanted):
@@ -85,32 +85,32 @@ def on_crash_dump(dump: Function) -> Function:
 
 @never_raises
 def on_request_states(manager: Any) -> None:
-    """Note the requests of a ``TokenizerManager`` in the journal from now on, and have its loop beat.
+    """Record the requests of a ``TokenizerManager`` in a journal from now on, and start its loop's heartbeat.
 
-    A ``GrpcRequestManager`` is as good. Without ``--crash-dump-folder`` or a crash handler there is no journal.
+    Also for a ``GrpcRequestManager``. There is no journal without ``--crash-dump-folder`` or without a crash handler.
     """
     if crash_exit.state.is_program:
         start_loop_heartbeat(manager)
-    # A request manager of the gRPC server has no attribute of its own for it.
+    # The gRPC server's request manager has the folder only in its arguments.
     arguments = getattr(manager, "server_args", None)
     folder = getattr(manager, "crash_dump_folder", None) or getattr(arguments, "crash_dump_folder", None)
     states = open_journal(manager.rid_to_state) if folder else None
     if states is not None:
         manager.rid_to_state = states
         if abort := getattr(manager, "abort_request", None):
-            # SGLang calls it where a client has gone, too.
+            # SGLang also calls it when a client has disconnected.
             manager.abort_request = before(abort, states.abort)
 
 
 @never_raises
 def on_orderly_exit(manager: Any) -> None:
-    """Note that the server ends because it was asked to: the dump that follows is upstream's own, of no crash."""
+    """Note that the server ends on request: the dump that follows is upstream's own, and there is no crash."""
     setattr(manager, _ORDERLY, True)
 
 
 @never_raises
 def on_forced_exit() -> None:
-    """End the process after a crash at once, where SIGTERM came to a server that hangs; its ranks are not asked."""
+    """After a crash, end this process at once when SIGTERM ends a hanging server; its ranks are not asked to end."""
     if crash_exit.has_begun():
         end_after_crash()
 
@@ -120,7 +120,7 @@ def _is_unhealthy(manager: Any) -> bool:
 
 
 def _evidence_secs(settings: Settings) -> float:
-    # The requests and the incident may take their budget each, and then the process ends.
+    # The dump of the requests and the incident may take one budget each, before the process ends.
     return 2 * settings.budget_secs + settings.end_secs
 
 
@@ -129,7 +129,7 @@ def _dump_once(manager: Any, save: Callable[[], Any]) -> Any:
         return save()
     _settle_folder(manager)
     if sys.exc_info()[0] is not None:
-        # Called where the tokenizer manager's own exception is handled: nothing else reports it.
+        # The tokenizer manager is handling its own exception, which nothing else reports.
         tell_exception()
     has_handler = notify("crash_dump_begun")
     if has_handler:
@@ -140,7 +140,7 @@ def _dump_once(manager: Any, save: Callable[[], Any]) -> Any:
         with _without_upstream_diagnostics():
             result = save()
     except Exception as error:
-        # What comes after the dump ends the server, and must be reached.
+        # Go on: the code after the dump ends the server.
         logger.exception("crash kit: the requests could not be saved")
         outcome["error"] = f"{type(error).__name__}: {error}"
     if has_handler:
@@ -154,19 +154,19 @@ def _dump_once(manager: Any, save: Callable[[], Any]) -> Any:
 def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterator[BinaryIO]:
     """Open the file for the requests in place of ``open(filename, "wb")``.
 
-    The file has mode 0600 and gets its name only when it is whole; one that is taken (a second crash within a second)
-    gets a number, which the `manager` is told. In a folder that somebody else prepared (a link, another user's) nothing
-    is written: the file goes to the fallback folder then. Secrets are taken out of the `data`; see `redact_dump`.
+    The file has mode 0600 and gets its name only when it is complete; a name that is taken (a second crash within a
+    second) gets a number. The final path is stored in the `manager`. If the folder is a link or another user's, the
+    file goes to the fallback folder. Secrets are removed from the `data`; see `redact_dump`.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the file cannot be written; nothing is left behind.
     """
     redact_dump(data)
     folder = safe_folder(Path(filename).parent)
     opened = OwnFolder(folder)
     path = opened.path / Path(filename).name
     stat = procfs.read_stat(os.getpid())
-    # The folder may be another server's, too, whose process has the same pid.
+    # The folder may be shared with another server, in a PID namespace where its process has the same pid.
     key = server_key(os.getpid(), stat.start_ticks if stat is not None else 0)
     temporary = path.with_name(f".{path.name}.{key}.partial")
     temporary.unlink(missing_ok=True)
@@ -182,9 +182,9 @@ def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterat
 
 
 def on_sigterm(handler: Function) -> Function:
-    """Wrap ``SignalHandler.sigterm_handler``: from now on an exit with status 0 is no crash.
+    """Wrap ``SignalHandler.sigterm_handler``: from then on an exit with status 0 is not a crash.
 
-    Of a server whose health check failed the crash handler takes the evidence at once: SIGKILL comes some time after.
+    If the server's health check failed, the crash handler collects evidence at once: SIGKILL follows after some time.
     """
     return before(handler, _note_sigterm)
 
@@ -196,9 +196,9 @@ def _note_sigterm(signal_handler: Any = None, *_args: Any, **_kwargs: Any) -> No
 
 @never_raises
 def _ignore_further_sigquit() -> None:
-    """Let no second SIGQUIT cut the dump short: upstream's handler kills the tree when it finds a dump under way."""
+    """Ignore further SIGQUITs: during a dump, upstream's handler would kill the process tree and cut the dump short."""
     if not crash_exit.ends_with_the_server():
-        # A user's program may have a handler of its own, and live on.
+        # A user's program may have its own handler, and go on.
         return
     with contextlib.suppress(ValueError):  # not the main thread
         # SIG_IGN would make Python report pending signals as lost.
@@ -207,7 +207,7 @@ def _ignore_further_sigquit() -> None:
 
 @never_raises
 def _settle_folder(manager: Any) -> None:
-    """Create the folder that the requests go to privately, or take the fallback folder in its place."""
+    """Create the folder for the requests with mode 0700, or switch to the fallback folder."""
     if getattr(manager, "crash_dump_folder", None):
         hostname = os.getenv("HOSTNAME", os.uname().nodename)
         manager.crash_dump_folder = str(safe_folder(Path(manager.crash_dump_folder) / hostname).parent)
@@ -240,7 +240,7 @@ def _without_upstream_diagnostics() -> Iterator[None]:
 def _await_incident(manager: Any, outcome: dict[str, Any]) -> None:
     if "error" in outcome:
         configuration = getattr(manager, "server_args", None)
-        # A message to the crash handler has a bound.
+        # The size of a message to the crash handler is limited.
         error = redact(outcome["error"][:MAX_PRINTED], configuration, prompts=prompts_of(manager))
         outcome["error"] = error[:MAX_MESSAGE]
     outcome["path"] = getattr(manager, _SAVED, None)
@@ -250,10 +250,10 @@ def _await_incident(manager: Any, outcome: dict[str, Any]) -> None:
 
 
 def safe_folder(folder: Path) -> Path:
-    """Return `folder`, private; one of the same name below the fallback folder where that cannot be, or takes no more.
+    """Return `folder`, made private; if it cannot be, or takes no more files, one of its name in the fallback folder.
 
     Raises:
-        OSError, CrashkitError: neither can be created, or the fallback folder is somebody else's, too.
+        OSError, CrashkitError: neither folder can be created, or the fallback folder is another user's.
     """
     try:
         make_private_folder(folder)
@@ -270,10 +270,10 @@ def safe_folder(folder: Path) -> Path:
 
 
 def give_name(temporary: Path, path: Path) -> Path:
-    """Give a file its name and return it: `path`, or with a number where that is taken.
+    """Rename a file to `path`, or to a name with a number if that is taken; return the new path.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: the file cannot be renamed.
     """
     candidate, number = path, 1
     while True:
@@ -282,8 +282,8 @@ def give_name(temporary: Path, path: Path) -> Path:
         except FileExistsError:
             candidate, number = path.with_name(f"{path.stem}.{number}{path.suffix}"), number + 1
         except OSError:
-            # A file system without hard links, which each says in its own way (EPERM, ENOTSUP, ENOSYS). Without them a
-            # second crash within a second replaces the first one's file.
+            # The file system has no hard links; the error depends on it (EPERM, ENOTSUP, ENOSYS). There, the file of a
+            # second crash within a second replaces that of the first.
             temporary.replace(candidate)
             return candidate
         else:

@@ -1,4 +1,4 @@
-"""Hooks of ``sglang/srt/ray/engine.py``: an engine launches its ranks as Ray's actors, and ends them."""
+"""Hooks of ``sglang/srt/ray/engine.py``: an engine launches its ranks as Ray actors, and ends them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_crashkit.srt.startup import StartupError
 
 
 def on_ray_launch(launch: Function) -> Function:
-    """Wrap ``RayEngine._launch_scheduler_processes``: actors learn of the handler, and it of a launch that fails."""
+    """Wrap ``RayEngine._launch_scheduler_processes``: tell actors of the handler, and report a failed launch to it."""
 
     @functools.wraps(launch)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -39,5 +39,5 @@ def _report(error: Exception) -> None:
 
 
 def on_ray_shutdown(shutdown: Function) -> Function:
-    """Wrap ``RayEngine.shutdown``, which kills the actors: it means to."""
+    """Wrap ``RayEngine.shutdown``: announce that it kills the actors on purpose."""
     return before(shutdown, lambda *_args: supervisor.announce_teardown(os.getpid(), whole=False))

@@ -1,8 +1,8 @@
-"""Hook of ``sglang/srt/ray/scheduler_actor.py``: a rank that is Ray's actor starts, and fails.
+"""Hook of ``sglang/srt/ray/scheduler_actor.py``: the start and the failure of a rank that is a Ray actor.
 
-Ray's daemon starts it, in an environment of its own, and no process of the server is above it: it says itself that it
-is this server's. Its process is called as Ray likes, so it says its title, too. An actor on a node without the engine's
-crash handler has one of its own.
+Ray's daemon starts the actor, with its own environment and outside the server's process tree. So the actor itself
+reports which server it belongs to, and its title, because Ray names its process. On a node without the engine's crash
+handler, an actor starts its own.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from sglang_crashkit.srt.hooks import Function, never_raises, notify
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.server_args import set_here
 
-#: What an actor's ``PortArgs`` have beside their own fields: the engine's node, and variables of its environment.
+#: Attribute that the kit adds to an actor's ``PortArgs``: the engine's node, and variables of its environment.
 _CARRIED = "crashkit"
 
 
 @never_raises
 def let_carry(_engine: type, _server_args: Any, port_args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Have actors know the handler that get these ``PortArgs``, or others that this process makes from now on."""
+    """Make the handler known to actors, by these ``PortArgs`` and by all that this process makes from now on."""
     names = (SOCKET_VARIABLE, SPOOL_VARIABLE, MODE_VARIABLE)
     environ = set_here | {name: value for name in names if (value := published(name))}
     if not Settings.from_environ().enabled or SOCKET_VARIABLE not in environ:
         return
     kind, carried = type(port_args), (boot_id(), environ)
     setattr(port_args, _CARRIED, carried)
-    # The data-parallel controller makes some for each of its ranks. An attribute of a class is not pickled.
+    # The data-parallel controller makes `PortArgs` for each rank. A class attribute would not be pickled.
     make = getattr(kind.init_new, "__wrapped__", kind.init_new)
 
     @functools.wraps(make)
@@ -45,11 +45,11 @@ def let_carry(_engine: type, _server_args: Any, port_args: Any, *_args: Any, **_
 
 
 def on_scheduler_actor(method: Function) -> Function:
-    """Wrap ``SchedulerActor.__init__`` and its ``run_event_loop``: the exception that ends one is told."""
+    """Wrap ``SchedulerActor.__init__`` and ``run_event_loop``: report the exception that ends the actor."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Ray sends the class by value, maybe to a node without the kit: nothing of it may be needed to load this.
+        # Ray sends the class by value, maybe to a node without the kit: loading this function must not need the kit.
         try:
             from sglang_crashkit.srt.ray import scheduler_actor as kit
         except ImportError:
@@ -60,7 +60,7 @@ def on_scheduler_actor(method: Function) -> Function:
 
 
 def run_method(method: Function, actor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of an actor, and tell of the exception that ends it."""
+    """Call a method of an actor, and report the exception that ends it."""
     is_start = method.__name__ == "__init__"
     if is_start:
         _join(**kwargs)
@@ -84,5 +84,5 @@ def _join(*, server_args: Any, port_args: Any, tp_rank: int = 0, **_others: Any)
         os.environ.update(environ)
     else:
         on_engine_launch(server_args)
-    # Until it has its own, which the handler looks for when this process has its logger.
+    # Preliminary: the handler reads the process's own title once this process has configured its logger.
     notify("member", title=f"sglang::scheduler_TP{tp_rank}")

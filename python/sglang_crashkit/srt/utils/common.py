@@ -1,8 +1,8 @@
-"""Hooks of ``sglang/srt/utils/common.py``: a process tree is killed on purpose, and its death waited for.
+"""Hooks of ``sglang/srt/utils/common.py``: a process tree is killed on purpose, and its death is waited for.
 
-Releases before 0.5.11 neither wait nor have the functions for it, and later ones poll; here these have one meaning. The
+Releases before 0.5.11 don't wait and lack the functions for it; later ones poll. With the kit all behave alike. The
 names that upstream's functions look up in their module (``_still_holding_resources``, ``psutil``, ``time``, ``logger``)
-are looked up there by these too, so that a replacement there reaches both.
+are looked up there by these functions too, so that a replacement there affects both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-import time  # noqa: F401 - `_names` gives it for that of the patched module
+import time  # noqa: F401 - `_names` may return this module in place of the patched one
 from collections.abc import Iterable
 from multiprocessing import connection
 from typing import Any, NoReturn
@@ -34,25 +34,25 @@ from sglang_crashkit.srt.startup import StartupError
 logger = logging.getLogger(__name__)
 
 _MODULE = "sglang.srt.utils.common"
-#: The argument that releases before 0.5.11 lack.
+#: The parameter that releases before 0.5.11 lack.
 _WAIT = "wait_timeout"
 #: Upstream's polling interval, in seconds; the longest sleep here.
 _POLL_SECS = 0.1
 _MAX_WARN_SECS = 10.0
-#: After a crash the children are given this long to go, in seconds: an orchestrator waits for the server's end.
+#: Time limit for the children to end after a crash, in seconds: an orchestrator waits for the server's end.
 _CHILDREN_SECS = 10.0
-#: So often they are looked for and killed.
+#: How many times children are looked for and killed.
 _SWEEPS = 3
-#: What a program ends with that was asked to end: as a shell reports the signal, too.
+#: Exit statuses of a program that was asked to end, including those by which a shell reports a signal.
 _ASKED_STATUSES = (None, 0, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 
 
 def on_kill_process_tree(kill: Function) -> Function:
-    """Wrap ``kill_process_tree``: the crash handler is told first, so that the deaths that follow are no incident.
+    """Wrap ``kill_process_tree``: it is announced to the crash handler, so that the deaths that follow are no incident.
 
-    After a crash the calling process ends with a telling status when it kills itself or all of its children; see
-    `crash_exit`. Where upstream's function has no ``wait_timeout`` (seconds), it gets one: the call returns when all
-    that it killed are gone, and raises RuntimeError where they are not in time.
+    After a crash, if the calling process kills itself or all of its children, its exit status names the cause; see
+    `crash_exit`. If upstream's function has no ``wait_timeout`` (seconds), it gets one: the call returns when all
+    processes that it killed are gone, and raises RuntimeError if they are not in time.
     """
     signature = inspect.signature(kill)
     parameters = list(signature.parameters.values())
@@ -61,16 +61,16 @@ def on_kill_process_tree(kill: Function) -> Function:
         extra = inspect.Parameter(_WAIT, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
         signature = signature.replace(parameters=[*parameters, extra])
 
-    # Named so for the traceback of what it raises.
+    # Has upstream's name for tracebacks of the exceptions that it raises.
     @functools.wraps(kill)
     def kill_process_tree(*args: Any, **kwargs: Any) -> Any:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            # Upstream's own words for arguments that it does not take.
+            # Upstream raises its own error for arguments that it does not take.
             return kill(*args, **(kwargs if waits else {name: kwargs[name] for name in kwargs if name != _WAIT}))
         pid = bound.arguments["parent_pid"]
-        # As process 1 of a container this process is above its crash handler, too.
+        # If this is process 1 of a container, the crash handler is among its descendants.
         skipped = handler_process.pid_below() if pid is None or pid == os.getpid() else None
         _prepare_kill(pid, bound.arguments)
         if skipped is not None and "skip_pid" in signature.parameters:
@@ -88,7 +88,7 @@ def on_kill_process_tree(kill: Function) -> Function:
 
 @never_raises
 def _prepare_kill(pid: int | None, arguments: dict[str, Any]) -> None:
-    """Tell what is about to happen; does not return where this process is to end because of a crash."""
+    """Announce the kill to the crash handler; don't return if this process ends because of a crash."""
     is_own, whole = pid is None or pid == os.getpid(), pid is not None and arguments.get("include_parent", True)
     if is_own:
         report_faults()
@@ -104,7 +104,7 @@ def _prepare_kill(pid: int | None, arguments: dict[str, Any]) -> None:
 
 
 def end_after_crash(skip_pid: int | None = None) -> NoReturn:
-    """End this process's children, but the one to be skipped, and then itself, with the status of the crash."""
+    """End this process's children except `skip_pid`, then this process, with the status of the crash."""
     report_faults()
     supervisor.announce_teardown(os.getpid(), whole=True)
     skipped = handler_process.pid_below()
@@ -113,7 +113,7 @@ def end_after_crash(skip_pid: int | None = None) -> NoReturn:
 
 
 def on_wait_for_reap(wait: Function) -> Function:
-    """Take over from ``_wait_for_reap_or_raise``; see `wait_for_reap_or_raise`."""
+    """Replace ``_wait_for_reap_or_raise`` by `wait_for_reap_or_raise`."""
 
     def instead(wait: Function, procs: Iterable[Any], wait_timeout: float) -> None:
         if Settings.from_environ().enabled:
@@ -125,7 +125,7 @@ def on_wait_for_reap(wait: Function) -> Function:
 
 
 def still_holding_resources(procs: Iterable[Any]) -> list[Any]:
-    """Return those of `procs` that hold memory, descriptors or a GPU context: no zombies, nor what cannot be asked."""
+    """Return the `procs` that hold memory, descriptors or a GPU context: not zombies, nor those that cannot be read."""
     module = _names()
     alive = []
     for process in procs:
@@ -138,12 +138,12 @@ def still_holding_resources(procs: Iterable[Any]) -> list[Any]:
 
 
 def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
-    """Return as soon as all of `procs`, which were sent SIGKILL, are gone; a warning after 10 s or half the time.
+    """Wait for the end of all `procs`, which were sent SIGKILL; warn after 10 s or half of `wait_timeout`, if less.
 
-    Woken by pidfds where there are any; looks at ``/proc`` every 0.1 s besides, as upstream does.
+    Woken by pidfds if the kernel gives any; also checks ``/proc`` every 0.1 s, as upstream does.
 
     Raises:
-        RuntimeError: some are left; it names their pids.
+        RuntimeError: processes are left after `wait_timeout` seconds; it names their pids.
     """
     module = _names()
     processes = list(procs)
@@ -169,7 +169,7 @@ def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
                 wait_timeout,
                 pids,
             )
-        # Not beyond the end of one of them.
+        # Don't sleep beyond the end of a process.
         pidfds = [pidfd for pidfd in map(_open_pidfd, alive) if pidfd is not None]
         try:
             if pidfds:
@@ -181,9 +181,9 @@ def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
                 os.close(pidfd)
 
 
-#: This module stands in for the patched one, where that is not loaded or lacks them.
+#: This module replaces the patched one if that is not loaded or lacks these functions.
 _still_holding_resources, _wait_for_reap_or_raise = still_holding_resources, wait_for_reap_or_raise
-#: A program may take it out of `sys.modules`, to import SGLang afresh.
+#: A reference to this module: a program may remove it from `sys.modules` to import SGLang again.
 _OWN = sys.modules[__name__]
 
 
@@ -205,7 +205,7 @@ def _processes_of(parent_pid: int | None, include_parent: bool = True, skip_pid:
 
 def _kill_own_children(*skipped: int | None) -> None:
     module = _names()
-    # Another thread, that of the supervisor of tokenizer workers, may start new ones for those that died.
+    # Another thread, the supervisor of the tokenizer workers, may replace those that died.
     for _ in range(_SWEEPS):
         killed = []
         for child in module.psutil.Process().children(recursive=True):
@@ -218,9 +218,9 @@ def _kill_own_children(*skipped: int | None) -> None:
 
 @never_raises
 def _tell_own_exception() -> None:
-    """Tell of the exception by which a server program ends: its launcher ends its children while it propagates.
+    """Report the exception that ends a server program: its launcher ends its children while the exception propagates.
 
-    Not of what somebody asked for, or of what was told when a rank did not get ready.
+    Skip an exit on request, and the failed start of a rank, which is already reported.
     """
     error, state = sys.exc_info()[1], crash_exit.state
     if error is None or not state.is_program or state.draining:
@@ -235,7 +235,7 @@ def _tell_own_exception() -> None:
 
 
 def _open_pidfd(process: Any) -> int | None:
-    # Not isinstance, which a mock with a spec passes.
+    # Not isinstance, which is true for a mock with a spec.
     if not issubclass(type(process), psutil.Process):
         return None
     try:
@@ -244,6 +244,6 @@ def _open_pidfd(process: Any) -> int | None:
         return None
     if still_holding_resources([process]):
         return pidfd
-    # That of a zombie would end every sleep at once; a pid that was reaped may be another process's by now.
+    # A zombie's pidfd would end every sleep at once. The pid of a reaped process may belong to another one by now.
     os.close(pidfd)
     return None

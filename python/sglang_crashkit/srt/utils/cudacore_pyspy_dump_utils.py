@@ -1,8 +1,8 @@
 """Diagnostics of the schedulers before a crash: py-spy stacks, and GPU cores on demand.
 
-Releases from 0.5.13 on ship a module of this name; in earlier ones this module stands in for it under upstream's name,
-with the same functions, meaning and words in the log. The names that a caller may replace
-(`collect_scheduler_processes`, `subprocess`, `os`, `time`, `psutil`) are looked up in this module at each call.
+Releases from 0.5.13 on have a module of this name. In earlier ones this module replaces it under upstream's name, with
+the same functions, behavior and log messages. The names that a caller may replace (`collect_scheduler_processes`,
+`subprocess`, `os`, `time`, `psutil`) are looked up in this module at each call.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Function, in_place_of, 
 from sglang_crashkit.srt.server_args import crash_dump_environ
 
 _NAME = "sglang.srt.utils.cudacore_pyspy_dump_utils"
-# A filter of SGLang's log by module finds the messages where they are in later releases.
+# The logger of later releases, for filters of SGLang's log by module.
 logger = logging.getLogger(_NAME)
 
 _SCHEDULER = "sglang::scheduler"
-#: The longest that py-spy may take with the native stack, which stops the process, and without, in seconds.
+#: Time limits of py-spy with native stacks, which stop the process, and without, in seconds.
 _NATIVE_SECS = 5.0
 _SNAPSHOT_SECS = 2.0
 #: States in which a process does not answer ptrace: stopped, traced, in uninterruptible sleep.
@@ -40,12 +40,12 @@ _DEAF_STATES = frozenset("TtD")
 
 
 def stand_in_for(name: str) -> None:
-    """Let ``import name`` give this very module, so that what is replaced in one is replaced in the other."""
+    """Make ``import name`` return this module itself, so that a name replaced in one is replaced in the other."""
     sys.modules[name] = sys.modules[__name__]
 
 
 def on_pyspy_dump(dump: Function) -> Function:
-    """Wrap upstream's ``pyspy_dump_schedulers``, which runs only where no crash handler takes the stacks."""
+    """Wrap upstream's ``pyspy_dump_schedulers``: it runs only if no crash handler captures the stacks."""
 
     def instead(dump: Function, *args: Any, **kwargs: Any) -> Any:
         return None if _captured_by_handler() else dump(*args, **kwargs)
@@ -54,7 +54,7 @@ def on_pyspy_dump(dump: Function) -> Function:
 
 
 def in_place_of_pyspy_dump(dump: Function) -> Function:
-    """Let ``pyspy_dump_schedulers`` of ``utils/common.py``, its place before 0.5.13, be this module's."""
+    """Replace ``pyspy_dump_schedulers`` of ``utils/common.py``, where it is before 0.5.13, by this module's."""
 
     def instead(dump: Function, scheduler_only: bool = False) -> Any:
         if not Settings.from_environ().enabled and not scheduler_only:
@@ -71,7 +71,7 @@ def collect_scheduler_processes() -> list[psutil.Process]:
 
 
 def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
-    """Bring this process's Python stacks, or those of all schedulers below it, into an incident, or into the log."""
+    """Write this process's Python stacks, or those of all schedulers below it, to an incident, else to the log."""
     if _captured_by_handler():
         return
     pids = [process.pid for process in _targets(scheduler_only, "No sglang scheduler processes found for py-spy dump.")]
@@ -92,14 +92,14 @@ def trigger_cuda_user_coredump(scheduler_only: bool = False) -> int:
 
 
 def diagnose_schedulers() -> None:
-    """Run both diagnostics on the schedulers, each as its flag says, and wait for the cores that were asked for."""
+    """Run both diagnostics on the schedulers, if their flags are set, and wait for the requested cores."""
     settings = Settings.from_environ()
     if not collect_scheduler_processes():
         logger.error("No live scheduler processes found; skipping py-spy and CUDA coredump.")
         return
     if settings.stacks:
         pyspy_dump_schedulers(scheduler_only=True)
-    # Without a pipe there is no core to wait for.
+    # If no pipe took the request, there is no core to wait for.
     if settings.cores and trigger_cuda_user_coredump(scheduler_only=True) and settings.core_wait_secs > 0:
         logger.info("Waiting %.1f seconds for CUDA coredumps before exiting.", settings.core_wait_secs)
         time.sleep(settings.core_wait_secs)
@@ -113,7 +113,7 @@ def _is_sglang_scheduler_process(proc: psutil.Process) -> bool:
 
 
 def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
-    """Return the path of the driver's pipe of `proc`; its time (``%t``) only the process's open files tell."""
+    """Return the path of the driver's pipe of `proc`; the time in it (``%t``) is known only from its open files."""
     template = crash_dump_environ().get("CUDA_COREDUMP_PIPE", "corepipe.cuda.%h.%p")
     known = template.replace("%h", platform.node()).replace("%p", str(proc.pid))
     if "%t" in known:
@@ -131,7 +131,7 @@ def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
 
 
 def _targets(scheduler_only: bool, if_none: str) -> list[psutil.Process]:
-    # `if_none` are upstream's own words, whole, so that they are found.
+    # `if_none` is upstream's complete message, so that a search for it finds this code.
     if not scheduler_only:
         return [psutil.Process()]
     processes = collect_scheduler_processes()
@@ -154,7 +154,7 @@ def _dump_stack(pid: int, deadline: float) -> None:
     stat = procfs.read_stat(pid)
     attempts = [("--nonblocking", _SNAPSHOT_SECS)]
     if stat is None or stat.state not in _DEAF_STATES:
-        # It stops the process, and waits for ever for one that does not answer ptrace.
+        # This stops the process, and waits forever for a process that does not answer ptrace.
         attempts.insert(0, ("--native", _NATIVE_SECS))
     for option, seconds in attempts:
         command = [find_pyspy() or "py-spy", "dump", option, "--pid", str(pid)]
@@ -181,7 +181,7 @@ def _dump_stack(pid: int, deadline: float) -> None:
 def _trigger(process: psutil.Process) -> bool:
     path = _resolve_cuda_coredump_pipe_path(process)
     try:
-        # Not blocking: a pipe without a reader would hold this process up for ever.
+        # Non-blocking: opening a pipe without a reader would block forever.
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(descriptor, TRIGGER)

@@ -1,4 +1,4 @@
-"""Hook of ``sglang/srt/utils/watchdog.py``: a process of the server made no progress in time."""
+"""Hook of ``sglang/srt/utils/watchdog.py``: a process of the server has made no progress within the time limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 @never_raises
 def on_watchdog_timeout(watchdog: Any) -> None:
-    """Have the stacks of all processes captured, before the thread of a ``WatchdogRaw`` that calls this goes on."""
+    """Have the stacks of all processes captured before the calling thread of a ``WatchdogRaw`` goes on."""
     answer = request(
         "watchdog_timeout",
         CAPTURE_WAIT_SECS,
