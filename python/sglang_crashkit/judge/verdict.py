@@ -94,7 +94,7 @@ def _headline(case: Case) -> str:
 
 
 def search_query(case: Case, chosen: Finding) -> str:
-    """Return a query for upstream's tracker: its first exception and SGLang frame, or the finding's log line."""
+    """Return a query for upstream's tracker: the first exception with its SGLang frame, or the finding's log line."""
     told = next((one for one in case.events if isinstance(one, Raised)), None)
     error = told.error if told else Error(type="")
     because = chosen.because[0] if chosen.because else ""
