@@ -57,7 +57,7 @@ class Signs(msgspec.Struct, kw_only=True):
     was_ended: bool = False  # a watchdog or a time limit ended a process
     batch: str = ""  # the last batch and its rank, in words; empty if there was no batch
     side: str = ""  # the side of a pair (prefill or decode) that ran that batch
-    last_word: str = ""  # the last log line or control request after the last batch; empty if there is none
+    last_word: str = ""  # the last log line or control request after the last batch; empty without one
     part: str | None = None  # the component that `last_word` names; else ``gpu`` if all GPUs are at full use
     complaint: list[str] = []  # a report by a person, outside the server's log, that the server makes no progress
     told: list[str] = []  # the first sign of a hang of each name, with its source
@@ -208,7 +208,7 @@ def _is_soft(sign: Sign) -> bool:
 
 
 def _probe(case: Case) -> str:
-    """Return the event of a failed probe; empty if there is none, or if a manual request was answered."""
+    """Return the event of a failed probe; empty without one, or if a manual request was answered."""
     if any(_pattern("answered").search(one.text) for one in case.events if isinstance(one, Line)):
         return ""
     failed = _pattern("probe_when_ready" if case.is_started else "probe")
