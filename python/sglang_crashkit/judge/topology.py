@@ -1,4 +1,4 @@
-"""The ranks of a server by its arguments, and which of them the evidence shows."""
+"""The ranks of a server by its arguments, which of them work together, and which the evidence shows."""
 
 from __future__ import annotations
 
