@@ -39,8 +39,8 @@ class Finding(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     next: list[str] = []
     where: Place = (0.0, 0)  # the place of its event; the first failure has the smallest
     is_consequence: bool = False  # of another failure, such as a connection that another rank's end closed
-    #: How certain the explanation is; the finding with more weight wins. 100: by the kernel, the driver or the class of
-    #: an exception; 50: by a specific message; 10: it is only known that something failed.
+    #: How conclusive it is; a finding with more weight explains one with less. 100: by the kernel, the driver or the
+    #: class of an exception; 50: by a specific message; 10: it is only known that something failed.
     weight: int = 50
 
     @property
