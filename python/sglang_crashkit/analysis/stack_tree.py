@@ -16,7 +16,7 @@ from sglang_crashkit.model.sample import Frame
 _MAX_LINES_OF_A_FILE = 4
 #: Of a longer chain of calls that all ranks of a node share, this many outermost and innermost ones are shown.
 _MAX_OF_A_CHAIN = 3
-#: Deeper levels are not indented further.
+#: Levels deeper than this are not indented further.
 _MAX_INDENTED = 20
 #: Most lines of the text; it then ends with the number of entries that are left out.
 _MAX_LINES = 400
