@@ -61,7 +61,7 @@ def rank_at(numbers: Mapping[str, int], places: Mapping[str, int | str] = Mappin
 
 
 def groups_of(members: Iterable[tuple[Rank, _Member]]) -> list[list[_Member]]:
-    """Return the members by group; each replica is a group of its own."""
+    """Return the members by group; each replica is a group of its own, except with DP attention."""
     found: dict[Scope, dict[int, dict[int, list[_Member]]]] = {}
     for rank, member in members:
         # The ranks of one server, side and stage share this key, in all replicas.
