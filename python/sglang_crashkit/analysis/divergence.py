@@ -345,7 +345,7 @@ def events_in(log: str) -> list[str] | None:
 def disagreement(told: Mapping[int, tuple[str, Sequence[str]]]) -> Divergence | None:
     """Return how ranks differ, from the name and the events of each, by pid; None if no rank logged events.
 
-    The outliers are the minority; if both sides are equal in number, there are no outliers.
+    The outliers are the smaller one of two sides; in all other cases no rank is an outlier.
     """
     if not told:
         return None
