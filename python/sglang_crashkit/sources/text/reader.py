@@ -126,7 +126,7 @@ _LIBRARY = re.compile(
 )
 #: Functions that run only in one process whose log lines have no name; a rank's line may come before its traceback.
 _WITHOUT_A_NAME = {"run_detokenizer_process": "detokenizer", "init_tokenizer_manager": "tokenizer"}
-#: Most bytes of a file that is not a log, of a JSON file; most files in a folder; most distinct lines in a file.
+#: Most bytes of a dump or a snapshot, and of other JSON; most files in a folder; most distinct lines in a file.
 _MAX_WHOLE, _MAX_JSON, _MAX_FILES, _MAX_LINES = 64 << 20, 8 << 20, 4096, 4000
 #: Most characters of a message; most lines after its first one, and most characters of each.
 _MAX_MESSAGE, _MAX_MORE, _MAX_MORE_LINE = 2000, 12, 300
@@ -268,7 +268,7 @@ class _File:
     broken: Exception | None = None  # the error that ended the reading
 
     def __post_init__(self) -> None:
-        self.before = self.order  # the number of lines in the files before it
+        self.before = self.order  # the order before its first line
 
     def read(self) -> None:
         """Read the whole file into `events`."""
@@ -371,7 +371,7 @@ class _File:
 
         @lru_cache(maxsize=_MAX_LINES)
         def stream_of(before: bytes) -> str | None:
-            """Return the stream of a line from the text before SGLang's time; None if that is not a carrier's."""
+            """Return the stream of a line from the text before SGLang's time; None if that is no carrier's prefix."""
             carried = carrier.strip(f"{before.decode(errors='replace')}[20")
             return carried.stream if carried.text == "[20" and not carried.at else None
 
@@ -484,7 +484,7 @@ class _File:
                 if block is not None:
                     stream.started = (stream.at, self.order)
                     block.title = stream.said if block.is_bare else block.title
-                    # A dump that begins a file is of a process that died; a dump inside a log was requested.
+                    # A dump without its head that begins a file is of a process that died; in a log it was requested.
                     block.fatal = "a signal" if block.is_cut and self.order == self.before + 1 else block.fatal
                     stream.headed = _name(match[1].replace("_", " ")) if (match := _HEADING.match(stream.said)) else ""
             stream.block = block
