@@ -1,4 +1,4 @@
-"""The verdict: chooses, from the findings of all parts of the judge, the one that explains the case."""
+"""Chooses the verdict: the finding, among those of all parts of the judge, that explains the case."""
 
 from __future__ import annotations
 
