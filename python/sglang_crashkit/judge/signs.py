@@ -47,7 +47,7 @@ class Signs(msgspec.Struct, kw_only=True):
     """All signs of a case, in order."""
 
     found: list[Sign]
-    where: Place | None = None  # of the first sign of a hang; None if there is no such sign
+    where: Place | None = None  # of the first sign of a hang; None without one
     last_batch: float = 0.0  # when the last batch ran; 0.0 if no batch was seen or its time is not known
     last_answer: float = 0.0  # when the server last answered a request or a health check
     is_hang: bool = False  # a process waited too long, and no batch ran after that
@@ -318,7 +318,7 @@ def _late_health(signs: Signs, _case: Case) -> Finding | None:
             continue
         hours, minutes, seconds = (int(one) for one in began.groups())
         lag = (sign.event.at - (3600 * hours + 60 * minutes + seconds)) % 86400.0
-        # Whole half hours of difference are another time zone; a beginning shortly after the line is another clock.
+        # A difference of whole half hours is another time zone; a beginning shortly after the line is another clock.
         if float(sign.groups[0] or 0) + _LATE < lag % _HALF_HOUR < _HALF_HOUR - 3 * _LATE:
             late = f"{(lag % _HALF_HOUR if lag > 43200 else lag) / 60:.0f}"
             return finding_of("late_health", sign.event.place, _quote(sign), late=late, began=":".join(began.groups()))
