@@ -101,7 +101,7 @@ class Member(msgspec.Struct, kw_only=True):
 
     @property
     def cpu_share(self) -> float:
-        """Share of a CPU that it got between its first and its last sample; below 0 where that is not known."""
+        """Share of a CPU that it got between its first and its last sample; below 0 if not known."""
         first, last = self.stacks[0].sample, self.stacks[-1].sample
         seconds = last.time - first.time
         # A shorter time may contain no clock tick.
