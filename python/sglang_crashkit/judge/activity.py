@@ -26,8 +26,8 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str  # a key of ``kinds`` in ``activities.yaml``
     operation: str = ""  # the collective, a transfer's direction (``send``, ``recv``), the driver's function
-    backend: str = ""  # ``NCCL``, ``gloo``, ``DeepEP`` …; empty where it is not known
-    leaf: Frame | None = None  # the innermost frame that says what it waits in
+    backend: str = ""  # ``NCCL``, ``gloo``, ``DeepEP`` …; empty if not known
+    leaf: Frame | None = None  # the innermost frame that shows what it waits in
     place: Frame | None = None  # the innermost frame of SGLang that is not a wrapper
     purpose: str = ""  # what SGLang does there: a name of ``purposes``; empty if not known
     detail: str = ""  # more about the kernel's state, such as its function or the tracer; or the CUDA kernels that run
