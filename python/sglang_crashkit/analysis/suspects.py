@@ -120,7 +120,7 @@ def suspects_of(
     steps = _steps_of(first)
     finished = [step for step in steps.last if step.ended is not None]
     before = {rid for step in finished for rid in _rids_of(steps, step)}
-    # Not all requests of a very large batch are known.
+    # Not all requests of a very large batch are known, so a request's first step may not be detected.
     are_all = all(len(_rids_of(steps, step)) >= step.size for step in finished)
     chosen, is_nobodys = _choose(incident, first, unanswered), is_by_others(incident)
     text, own = " ".join(_exceptions(incident)), _only_asked(asked or {})
