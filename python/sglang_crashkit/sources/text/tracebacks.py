@@ -45,7 +45,7 @@ class Traceback:
 
     Attributes:
         said: the line before it, which introduces it.
-        errors: the complete exceptions of the chain, the first one first.
+        errors: the complete exceptions of the chain, in the order of the text.
         is_flat: its lines have lost their indentation, as in a pasted page.
     """
 
