@@ -327,7 +327,7 @@ class Failures:
             yield finding_of("request_failed", because=[_quoted(event, text)], error=text[:140])
             return
         is_thread = bool(event.thread) and not event.who and "Main" not in event.thread and is_started
-        # The first exception of the chain tells most; if no row matches it, a later one may match.
+        # The original exception tells most; if no row matches it, one that was raised because of it may match.
         is_cause_known = False
         for error in reversed(chain):
             said = f"{event.said} {error.type}: {error.text}"
@@ -375,7 +375,7 @@ class Failures:
         words = f"{error.type}: {_first_line(error.text)} {said} {others}"
         arguments = self._case.arguments
         part = component_of(error.frames or frames, words, arguments=arguments)
-        # The innermost exception of a chain may be in a component that every batch passes.
+        # The original exception may be in a component that every batch passes; other frames then tell more.
         outer = component_of(frames, arguments=arguments)
         part = row.part_of(outer if is_telling(outer) and part in (None, "scheduler") else part)
         part = part or component_of(words=error.text, arguments=arguments)
@@ -674,7 +674,7 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
 
 
 def _only(case: Case, event: Event) -> str:
-    """Return the only scheduler; empty if there may be several, or if the event is from a node without it."""
+    """Return the only scheduler's name; empty if there may be several, or if the event is from a node without it."""
     schedulers = {one.who for one in case.schedulers}
     if len(schedulers) != 1 or case.arguments.get("tp_size", 1) not in (1, None):
         return ""
