@@ -1,1 +1,1 @@
-"""Pure functions from what was seen to a verdict."""
+"""Pure functions that analyse the evidence of an incident."""

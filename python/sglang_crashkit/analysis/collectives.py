@@ -1,9 +1,9 @@
-"""Which ranks are behind in their collectives, or in different ones, by PyTorch's flight recorders.
+"""Finds ranks that are behind in their collectives, or in different ones, by PyTorch's flight recorders.
 
-A collective is done when every rank of its group has begun it. So of a group in which one waits, those are to be looked
-at that have not begun what the others wait in, or that have begun something else in its place. What is established here
-is what the recorders say; that a rank is behind is no explanation of why it is. All else that a dump tells is for
-PyTorch's own analyser, ``torchfrtrace``.
+A collective completes after every rank of its group has begun it. If ranks of a group wait in a collective, the ranks
+to examine are those that have not begun it, or that have begun another one in its place. The level ``established``
+means that the recorders show this; they do not show why a rank is behind. PyTorch's own analyser, ``torchfrtrace``,
+reads everything else in a dump.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from sglang_crashkit.model.flight_dump import Entry, FlightDump, Sizes
 from sglang_crashkit.model.incident import LEVELS, CollectiveFinding
 from sglang_crashkit.model.verdict import Level
 
-#: Which of PyTorch's flight recorders: each has its own of the process groups, numbered by itself.
+#: PyTorch's flight recorders: each records its own process groups, with its own numbers.
 Recorder = Literal["nccl", "gloo"]
 
-#: A wait of less than this, in seconds, is what a rank of a server at work is found in.
+#: Ranks of a server at work are found in shorter waits than this, in seconds.
 _MOMENT_SECS = 1.0
 _MAX_FINDINGS = 32
-#: What PyTorch calls the group of all ranks; it says nothing of what SGLang uses it for.
+#: PyTorch's name for the group of all ranks; it does not show what SGLang uses the group for.
 _DEFAULT = "default_pg"
-#: In these every rank puts in as many numbers as the others, and of the same type.
+#: Collectives in which the inputs of all ranks have the same number of elements and the same type.
 _SAME_INPUT = frozenset(
     {
         "all_reduce",
@@ -40,7 +40,7 @@ _SAME_INPUT = frozenset(
         "broadcast",
     }
 )
-#: Of several that are carried out as one, the first so many are told.
+#: Most collectives to name of several that run as one.
 _MAX_NAMED = 3
 _TORCH = re.compile(r"(^|/)torch/")
 
@@ -49,28 +49,28 @@ _TORCH = re.compile(r"(^|/)torch/")
 class RankRecord:
     """The dump of one rank."""
 
-    rank: int  # its number among all of its world
+    rank: int  # its number in its world
     name: str  # its process, in words
-    world: str  # tells ranks with the same number apart, such as those of replicas; empty where there is one world
+    world: str  # distinguishes ranks with the same number, such as those of replicas; empty for a single world
     dump: FlightDump
     seconds: float  # when it was written, since the epoch
-    recorder: Recorder = "nccl"  # whose dump it is
+    recorder: Recorder = "nccl"  # the recorder that wrote the dump
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What a rank began under one number: a collective, or several that are carried out as one."""
+    """The collective that a rank began under one number, or several collectives that run as one."""
 
     words: str
-    signature: tuple[object, ...]  # what must be the same on all ranks
-    is_done: bool  # all of it is over
+    signature: tuple[object, ...]  # must be the same on all ranks
+    is_done: bool  # all of its collectives are finished
     created: float  # when the rank began it, in seconds since the epoch
-    where: str  # where in the program it was begun, as the end of a sentence; empty where that is not known
+    where: str  # the place in the program that began it, as the end of a sentence; empty if not known
 
 
 @dataclass(frozen=True)
 class _Group:
-    """One process group: its name in words, its ranks, and the dumps and the steps by number of those that gave one."""
+    """One process group: its name in words and its ranks; by rank, the dumps and their steps by number."""
 
     words: str
     ranks: Sequence[int]
@@ -86,15 +86,15 @@ class _Group:
     def finding(
         self, kind: str, ranks: Sequence[int], statement: str, level: Level, waiting: Sequence[int] = ()
     ) -> CollectiveFinding:
-        """Return that ranks did different things in one place (``mismatch``), or that these are ``behind`` others."""
+        """Return a finding: ranks ran different collectives under a number (``mismatch``), or are ``behind`` others."""
         named, waits = ([self.records[rank].name for rank in some] for some in (ranks, waiting))
         return CollectiveFinding(self.words, kind, list(ranks), named, statement, level, waits)
 
 
 def worlds_of(places: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
-    """Return by pid which world each scheduler is in, by the ranks in the titles of all.
+    """Return the world of each scheduler by pid, from the ranks in the titles of all schedulers.
 
-    Replicas number their ranks anew; with data-parallel attention all are of one world.
+    Each replica numbers its ranks from 0; with data-parallel attention all ranks are in one world.
     """
     within = [tuple(sorted((axis, n) for axis, n in place.items() if axis != "dp")) for place in places.values()]
     if len(set(within)) == len(within):
@@ -103,10 +103,10 @@ def worlds_of(places: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
 
 
 def judge_collectives(records: Sequence[RankRecord]) -> list[CollectiveFinding]:
-    """Return what goes wrong in each process group over NCCL and over gloo, what tells most first."""
+    """Return the findings for each process group of NCCL and of gloo, the most conclusive first."""
     findings = []
     for world, recorder in sorted({(record.world, record.recorder) for record in records}):
-        # What SGLang calls a group is in the dumps of gloo, of all groups.
+        # The dumps of gloo contain SGLang's names of all groups, so they describe NCCL's groups too.
         described = sorted((one for one in records if one.world == world), key=lambda one: one.recorder)
         members = {record.rank: record for record in described if record.recorder == recorder}
         entries: dict[int, dict[str, list[Entry]]] = {rank: {} for rank in members}
@@ -132,7 +132,7 @@ def judge_collectives(records: Sequence[RankRecord]) -> list[CollectiveFinding]:
 
 
 def _find_mismatch(group: _Group) -> CollectiveFinding | None:
-    """Return the first number under which not all ranks did the same, and who did what, the most ranks first."""
+    """Return the first number under which ranks ran different collectives, the majority's collective first."""
     for number in sorted(set().union(*group.steps.values())):
         sides: dict[object, list[int]] = {}
         for rank, steps in group.steps.items():
@@ -142,14 +142,14 @@ def _find_mismatch(group: _Group) -> CollectiveFinding | None:
             ordered = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
             told = [f"{group.name(ranks)} began {group.steps[ranks[0]][number].words}" for ranks in ordered]
             text = f"The ranks of {group.words} did not do the same: as number {number}, {name_some(told)}."
-            # Of two that differ neither is blamed.
+            # If both sides have the same number of ranks, neither is blamed.
             odd = ordered[-1] if len(ordered[0]) > len(ordered[-1]) else []
             return group.finding("mismatch", odd, text, "established")
     return None
 
 
 def _find_behind(group: _Group) -> CollectiveFinding | None:
-    """Return who has not begun the first collective that others have begun and not finished."""
+    """Return the ranks that have not begun the first collective that others have begun and not finished."""
     unfinished = [number for steps in group.steps.values() for number, step in steps.items() if not step.is_done]
     sequence = min(unfinished, default=None)
     if sequence is None:
@@ -158,7 +158,7 @@ def _find_behind(group: _Group) -> CollectiveFinding | None:
     begun = [group.steps[rank][sequence] for rank in waiting]
     behind, unknown = [], len(group.ranks) > len(group.records)
     for rank, record in group.records.items():
-        # Of a dump from before the others began it, or of one that shows nothing of the group, nothing follows.
+        # A dump from before the others began it, or one that may have lost all entries of the group, proves nothing.
         is_silent = not group.steps[rank] and not record.dump.is_from_the_start
         if is_silent or record.seconds < min(step.created for step in begun):
             unknown = True
@@ -176,12 +176,12 @@ def _find_behind(group: _Group) -> CollectiveFinding | None:
 
 
 def _steps_of(entries: Iterable[Entry], dump: FlightDump) -> dict[int, _Step]:
-    """Return what the rank did in a group, by number."""
+    """Return the steps of a rank in a group, by number."""
     numbers: dict[int, list[Entry]] = {}
     for entry in entries:
         numbers.setdefault(entry.sequence, []).append(entry)
     if numbers and not dump.is_from_the_start:
-        # Of the oldest one, the first part may have fallen out.
+        # The recorder may have dropped the first part of the oldest step.
         oldest = min(numbers)
         if len(numbers[oldest]) > 1 or len(numbers) > 1:
             del numbers[oldest]
@@ -203,7 +203,7 @@ def _steps_of(entries: Iterable[Entry], dump: FlightDump) -> dict[int, _Step]:
 def _signature(entry: Entry) -> tuple[str, int | None, tuple[str, ...]]:
     if entry.operation not in _SAME_INPUT:
         return (entry.operation, None, ())
-    # How many numbers, not their shape: NCCL counts them.
+    # NCCL compares the number of elements, not their shape.
     return (entry.operation, sum(math.prod(size) for size in entry.input_sizes), entry.dtypes)
 
 

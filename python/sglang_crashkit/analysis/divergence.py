@@ -1,11 +1,11 @@
-"""Find the first step in which ranks differ that must run the same ones, and in what.
+"""Finds the first step that differs between ranks that must run the same steps, and how it differs.
 
-Ranks of one pipeline stage and one data-parallel replica run the same batches in the same order; where one does not,
-the next collective mixes up what does not belong together, or hangs. The stacks of that moment show the victim, the
-steps before who went another way. The ranks are read at different moments: what one has not yet is no difference.
+Ranks of one pipeline stage and one data-parallel replica run the same batches in the same order. If one rank does not,
+the next collective combines unrelated data, or hangs. The stacks at that time show the victims; the earlier steps show
+which rank diverged. Ranks are read at different times: a step that a rank does not have yet is not a difference.
 
-SGLang's own checker (``SGLANG_ENABLE_RANK_CONSENSUS_CHECKER``) compares what ranks must do alike, in order; where that
-differs, each rank logs its own events and ends with status 1, the healthy ones too, in any order.
+SGLang's own checker (``SGLANG_ENABLE_RANK_CONSENSUS_CHECKER``) compares ordered events that must be equal on all ranks.
+If they differ, each rank logs its own events and ends with status 1, healthy ranks too, in any order.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from sglang_crashkit.model.incident import Divergence
 from sglang_crashkit.model.step import DIVERGED, PHASES, DivergenceKind, Step, StepRequest
 from sglang_crashkit.model.verdict import Level
 
-#: Return what ranks are called, without what all of them have in common but their number.
+#: Returns the names of ranks, without the parts, other than numbers, that all of them share.
 _Names = Callable[[Iterable["RankSteps"]], str]
 _BY_WEIGHT: tuple[DivergenceKind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
-#: The phases of a step of which it is known what it runs.
+#: The phases in which the batch of a step is known.
 _SCHEDULED = frozenset(PHASES[PHASES.index("scheduled") :])
-#: A rank that has not begun what others began this long ago does not merely lag behind, in seconds.
+#: A rank that has not begun a step that others began this many seconds ago is behind, not merely slow.
 _LAG_SECS = 2.0
-#: Of so many requests it is told who they are.
+#: Most requests to name.
 _MAX_NAMED = 3
-#: Forward modes that take requests in.
+#: Forward modes that take in new requests.
 _TAKES_IN = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
-#: Decisions that a rank takes by what it has itself, so that who took one alone is the outlier; and those that follow
-#: from a request that all have, so that who did not take it is.
+#: Decisions that depend on a rank's own state, so that a rank that takes one alone is the outlier; and decisions that
+#: follow from a request that all ranks have, so that a rank that does not take one is the outlier.
 _BY_ITSELF, _OF_REQUEST = ("retract", "timeout"), ("prefetch",)
-#: What a rank logs by the checker, which may be cut off; and one event in it, as Python has a string.
+#: The line that a rank logs for the checker, which may be cut off; and one event in it, as a Python string literal.
 _LINE = re.compile(r"Found rank divergence for \d{1,9} events?\(s\)! local hash: \w{1,64}, events = \[(?P<events>.*)")
 _EVENT = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
 _MAX_EVENT = 120
@@ -45,30 +45,30 @@ _MAX_EVENT = 120
 class RankSteps:
     """The last steps of one rank."""
 
-    rank: Rank  # its place among all
-    steps: Sequence[Step]  # what is known of them, in any order
+    rank: Rank  # its place among all ranks
+    steps: Sequence[Step]  # the known steps, in any order
     pid: int = 0  # of its process
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What the time of a divergence is told from."""
+    """The event from which the time of a divergence is counted."""
 
     at: float  # in seconds of the monotonic clock
-    name: str  # of what happened then, such as ``the hang``
-    #: When the steps were read, in seconds of the monotonic clock; None where that is not known.
+    name: str  # the event in words, such as ``the hang``
+    #: When the steps were read, in seconds of the monotonic clock; None if not known.
     read_at: float | None = None
 
 
 def find_divergence(ranks: Iterable[RankSteps], moment: Moment | None = None) -> Divergence | None:
-    """Return the first divergence of all ranks; what keeps it from being known, where that is so; else that none is.
+    """Return the first divergence; else a result of kind ``none``, or ``unknown`` with the reason why it is not known.
 
-    None where no rank has another one that it must agree with.
+    None if no two ranks must agree.
     """
     groups: dict[Hashable, list[RankSteps]] = {}
     for one in ranks:
         groups.setdefault(group_in_step(one.rank), []).append(one)
-    # Of two with one rank each is of another engine, or took the other's place and counts from 1 again.
+    # Skip groups with equal ranks: of different engines, or of a rank and its successor, which counts from 1 again.
     several = [group for group in groups.values() if len({one.rank for one in group}) == len(group) > 1]
     if not several:
         return None
@@ -78,7 +78,7 @@ def find_divergence(ranks: Iterable[RankSteps], moment: Moment | None = None) ->
     def names(of: Iterable[RankSteps]) -> str:
         return RankSet(one.rank for one in of).format(hidden)
 
-    # Of several that diverged the first one is the cause of the others.
+    # The first divergence of several groups is the cause of the others.
     return min(
         (_compare(group, names, moment) for group in several),
         key=lambda its: (its.kind not in DIVERGED, -(its.seconds_before or 0.0), _BY_WEIGHT.index(its.kind)),
@@ -86,12 +86,12 @@ def find_divergence(ranks: Iterable[RankSteps], moment: Moment | None = None) ->
 
 
 def group_in_step(rank: Rank) -> Hashable:
-    """Return what the ranks have in common that run the same steps: stage and replica, of the same server."""
+    """Return the key of the ranks that run the same steps: the server, the pipeline stage and the replica."""
     return rank.scope if rank.axis == "tp" else (rank.scope, rank.axis, rank.number)
 
 
 def describe_step(step: Step, of: Sequence[StepRequest] = ()) -> str:
-    """Return what a step ran, such as ``extend of request ab12 (37 tokens)``; it names all of its requests, or `of`."""
+    """Return the batch of a step, such as ``extend of request ab12 (37 tokens)``, for all its requests or `of`."""
     mode = step.mode or "a batch"
     told = of or step.requests
     if len(told) == 1:
@@ -104,7 +104,7 @@ def describe_step(step: Step, of: Sequence[StepRequest] = ()) -> str:
 
 def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -> Divergence:
     """Compare the steps of ranks that must agree."""
-    # Before a step is scheduled it is not known what it runs, and nothing in it is to be compared.
+    # The batch of a step is not known before the step is scheduled, so earlier phases are not compared.
     told = [(one, {step.number: step for step in one.steps if step.phase in _SCHEDULED}) for one in group]
     known, silent = [one for one in told if one[1]], [one for one, steps in told if not steps]
     without = f" Of {names(silent)} there are no steps." if silent else ""
@@ -138,11 +138,11 @@ def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -
 def _differ(
     there: Sequence[tuple[RankSteps, Step]], names: _Names, moment: Moment | None, *, is_oldest: bool, compared: int
 ) -> Divergence | None:
-    """Return in what the ranks differ in the step of one number; None where they do not."""
+    """Return how the ranks differ in the step of one number; None if they do not differ."""
     hashes = {step.agreed_hash for _one, step in there}
     with_hash = 0 not in hashes
     if with_hash and len(hashes) == 1:
-        # It is of all that is compared below.
+        # The hash covers everything that is compared below.
         return None
     room = min(len(step.requests) for _one, step in there)
     ways: dict[Hashable, list[tuple[RankSteps, Step]]] = {}
@@ -185,10 +185,10 @@ def _differ(
 
 
 def _outlier(ours: Step, theirs: Step) -> tuple[bool | None, Level]:
-    """Return whether of two ways that as many ranks went the first is the outlier, and how well that is supported.
+    """Return whether `ours`, of two steps that as many ranks ran, is the outlier, and how certain that is.
 
-    No rank makes a request up, so who has not taken in what another one has lost it. Of one that goes on, the other may
-    have missed that it was aborted. None with level ``unknown`` where nothing tells.
+    No rank invents a request, so a rank that did not take in another rank's new request lost it. That a rank
+    lacks a running request is weaker: the other may have missed its abort. None, ``unknown`` if nothing shows it.
     """
     decision = _decision(ours, theirs)
     if decision is not None:
@@ -206,13 +206,13 @@ def _outlier(ours: Step, theirs: Step) -> tuple[bool | None, Level]:
 
 
 def _decision(ours: Step, theirs: Step) -> str | None:
-    """Return the name of the first decision that differs."""
+    """Return the name of the first decision that differs; None if all are equal."""
     names = sorted({*ours.decisions, *theirs.decisions})
     return next((name for name in names if ours.decisions.get(name, 0) != theirs.decisions.get(name, 0)), None)
 
 
 def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[DivergenceKind, str, str | None, str | None]:
-    """Return in what two steps of one number differ, in words, and of which request and by which decision."""
+    """Return how two steps of one number differ: the kind, words, and the request and the decision concerned."""
     in_step, rids = f"in step {ours.number:,}", {one.rid for step in (ours, theirs) for one in step.requests}
     alone = next(iter(rids)) if len(rids) == 1 else None
     mine, other = _only(ours, theirs), _only(theirs, ours)
@@ -225,14 +225,14 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
             if requests
         ]
         apart += f" ({'; '.join(told)})" if told else ""
-    # Of one that is taken in and one that goes on, the former is what the ranks differ about.
+    # If one request is new and one is running, the ranks differ about the new one, which has more tokens.
     first = max((*mine, *other), key=lambda one: one.tokens, default=None)
     request = first.rid if first is not None else None
     decision = _decision(ours, theirs)
     if decision is not None:
         did, did_not = (odd, rest) if ours.decisions.get(decision) else (rest, odd)
         both = ours.decisions.get(decision) and theirs.decisions.get(decision)
-        # What a decision is about is a checksum; see ``StepRecorder._decide``.
+        # A decision records the checksum of its request; see ``StepRecorder._decide``.
         sums = {} if both else {zlib.crc32(f"{rid} ".encode(errors="surrogatepass")): rid for rid in rids}
         decided_of = sums.get(ours.decisions.get(decision) or theirs.decisions.get(decision) or 0)
         of = f" of request {decided_of}" if decided_of else ""
@@ -261,10 +261,10 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
 
 
 def _only(ours: Step, theirs: Step) -> list[StepRequest]:
-    """Return the requests of one step that the other has not, as far as all of the other's are known."""
+    """Return the requests of one step that the other does not have; empty if not all of the other's are known."""
     if len(theirs.requests) < theirs.size:
         return []
-    # Of several requests with one id, as many as the other step has.
+    # An id may occur several times, so occurrences are counted.
     known = Counter(request.rid for request in theirs.requests)
     only = []
     for request in ours.requests:
@@ -279,13 +279,13 @@ def _some(requests: Sequence[StepRequest]) -> str:
     return f"request{'' if len(requests) == 1 else 's'} {rids}"
 
 
-# -- who stopped earlier
+# -- ranks that stopped earlier
 
 
 def _behind(
     known: Sequence[tuple[RankSteps, Mapping[int, Step]]], names: _Names, moment: Moment | None, compared: int
 ) -> Divergence | None:
-    """Return who has not begun a step that others ran, where that is no mere lag; None where no rank is behind."""
+    """Return the ranks that have not begun a step that others ran, unless they are merely slow; None without any."""
     end = min(max(steps) for _one, steps in known)
     slow = [(one, steps[end]) for one, steps in known if max(steps) == end]
     missed = [(number, one, steps[number]) for one, steps in known for number in steps if number > end]
@@ -319,7 +319,7 @@ def _behind(
 
 
 def _before(began: float, moment: Moment | None) -> tuple[float | None, str]:
-    """Return how long before the moment something began, in seconds, and in words."""
+    """Return the time from `began` to the moment, in seconds and in words; None and empty if not known."""
     secs = moment.at - began if moment is not None else -1.0
     if moment is None or not 0 <= secs < float("inf"):
         return None, ""
@@ -333,19 +333,19 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-# -- by SGLang's consensus checker
+# -- SGLang's consensus checker
 
 
 def events_in(log: str) -> list[str] | None:
-    """Return the events that a rank logged last as it ended for a divergence; None where it logged none."""
+    """Return the events that a rank logged last when it ended because of a divergence; None if it logged none."""
     found = [*_LINE.finditer(log)]
     return [one[1] or one[2] or "" for one in _EVENT.finditer(found[-1]["events"])] if found else None
 
 
 def disagreement(told: Mapping[int, tuple[str, Sequence[str]]]) -> Divergence | None:
-    """Return where ranks differ, by name and events of each, by pid; None where no rank logged any.
+    """Return how ranks differ, from the name and the events of each, by pid; None if no rank logged events.
 
-    The outliers are those that are fewer; of as many on each side, nothing tells who they are.
+    The outliers are the smaller one of two sides; in all other cases no rank is an outlier.
     """
     if not told:
         return None
@@ -358,7 +358,7 @@ def disagreement(told: Mapping[int, tuple[str, Sequence[str]]]) -> Divergence | 
         for pid, (_name, events) in told.items():
             sides.setdefault(events[place], []).append(pid)
         names = {event: name_some([told[pid][0] for pid in pids]) for event, pids in sides.items()}
-        # Of a long event, from a little before where it differs.
+        # A long event is shown from shortly before the first difference.
         same = next((at for at, letters in enumerate(zip(*sides, strict=False)) if len({*letters}) > 1), None)
         begin = max(0, (min(map(len, sides)) if same is None else same) - _MAX_EVENT // 2)
         cut = "..." if begin else ""

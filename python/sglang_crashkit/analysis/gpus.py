@@ -1,6 +1,6 @@
-"""Which process has which GPU, what became of the GPUs since the server started, and the same in lines.
+"""The GPUs of a server: the processes on each, the changes since the server started, and a summary in lines.
 
-What the driver says comes as it was read: by GPU with its PCI bus id, sizes in bytes, times in seconds since the epoch.
+The driver's data is used as read: by GPU with its PCI bus id, sizes in bytes, times in seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from sglang_crashkit.model.incident import GpuDevice, Gpus, GpuUser, Xid, iso_time
 from sglang_crashkit.model.verdict import Level
 
-#: Of what holds the clocks down, what is no trouble.
+#: Reasons for lower clocks that are normal.
 _HARMLESS = {"gpu_idle", "applications_clocks_setting", "sync_boost", "display_clock_setting"}
-#: Counters that are of interest even where they did not grow.
+#: Parts of the names of counters that are reported even if they did not grow.
 _ALWAYS = ("uncorrected", "pending", "failure")
-#: Errors of what a GPU just does not have.
+#: NVML's errors for features that a GPU does not have.
 _NOT_THERE = {"Not Supported", "Function Not Found"}
 #: A summary names at most this many.
 _MAX_XIDS = 32
@@ -29,7 +29,7 @@ class Holder:
     pid: int  # its process id, as this process sees it
     title: str
     started: float  # when it began, in seconds since the epoch
-    gpu: str | None = None  # the UUID of its GPU by its own word; None where it said none
+    gpu: str | None = None  # the UUID of its GPU as it reported it; None if it reported none
 
 
 def account(
@@ -44,14 +44,14 @@ def account(
     """Return what an incident keeps of its GPUs.
 
     Args:
-        gpus: what the driver said of each.
-        holders: the server's processes, dead ones too.
-        xids: the events that were seen, as `XidWatch` has them.
-        start: what it said as it began; of the GPUs only names and error counters are read, and a GPU that is lost says
-            neither any more.
-        problem: why no events, or no more, were seen; empty where they are watched for.
-        sees_all_pids: the driver's pids are those that this process sees; not so in a container, where older drivers
-            give the host's, and a pid that fits may do so by chance.
+        gpus: the driver's data of each GPU.
+        holders: the server's processes, including dead ones.
+        xids: the Xid events that were seen, in the form of `XidWatch`.
+        start: the watch's data when it began; of its GPUs only names and error counters are used, which a GPU that is
+            lost does not report any more.
+        problem: why events were not watched, or no longer; empty while they are watched.
+        sees_all_pids: whether the driver reports pids as this process sees them. In a container older drivers report
+            the host's pids, and an equal pid may be a coincidence.
     """
     first, now = ({gpu["index"]: dict(gpu) for gpu in some} for some in (start.get("gpus", ()), gpus))
     names = {index: {name: value for name, value in gpu.items() if name != "counters"} for index, gpu in first.items()}
@@ -62,7 +62,7 @@ def account(
     started = {holder.pid: holder.started for holder in holders}
     told = []
     for event in sorted(xids, key=lambda event: float(event["time"]))[-_MAX_XIDS:]:
-        # A process that started since has nothing to do with it.
+        # A process that started after the Xid is not related to it.
         users = [
             one
             for device in devices
@@ -70,7 +70,7 @@ def account(
             if device.bus_id == event["bus_id"] and started[one.pid] <= event["time"]
         ]
         told.append(Xid(event["xid"], event["bus_id"] or "", event["time"], source="NVML", processes=users))
-    # Of a host that others share, the GPUs of others do not matter, unless it is unknown whose is which.
+    # On a shared host, leave out the GPUs of others, unless it is not known which GPUs are this server's.
     is_known = any(device.processes for device in devices)
     lines, more = [], 0
     for gpu, device in zip(known, devices, strict=True):
@@ -91,7 +91,7 @@ def _device(
     if start is not None and "counters" in gpu:
         before = _flat(start)
         grown = {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
-        # Of a link that was up and is not any more, ``down``.
+        # A link that was up and no longer is counts as one error ``down``.
         down = {name for name, count in before.items() if name.endswith(" up") and count and not now.get(name, count)}
         new_errors = {name: more for name, more in grown.items() if not name.endswith(" up")}
         new_errors |= {f"{name[:-2]}down": 1 for name in sorted(down)}
@@ -116,8 +116,8 @@ def _device(
 
 
 def _level(gpu: Mapping[str, Any], holder: Holder, *, is_listed: bool, sees_all_pids: bool) -> Level | None:
-    """Return how well it is known that a process has a GPU; None where nothing says so."""
-    # PyTorch's has no prefix.
+    """Return how certain it is that a process uses a GPU; None if nothing shows that it does."""
+    # PyTorch reports UUIDs without the prefix.
     is_named = holder.gpu is not None and holder.gpu == str(gpu.get("uuid")).removeprefix("GPU-")
     if is_listed and (sees_all_pids or is_named):
         return "established"

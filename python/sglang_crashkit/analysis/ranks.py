@@ -1,7 +1,7 @@
-"""Where a process stands among all, which of them work together, and sets of them: ``TP0-6,8``.
+"""Ranks: the place of a process among all, the groups that work together, and sets in short form: ``TP0-6,8``.
 
-Of the axes in a scheduler's title, tensor parallelism numbers all ranks of a stage; expert and context parallelism,
-and data parallelism of the attention alone, divide the same ranks once more. Replicas number theirs from 0 each.
+Of the axes in a scheduler's title, tensor parallelism numbers all ranks of a stage. Expert parallelism, context
+parallelism and DP attention divide the same ranks again. Each replica numbers its ranks from 0.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import TypeVar
 
 from sglang_crashkit.model.sample import Sample
 
-#: In which order the axes of a scope are written.
+#: The order in which the axes of a scope are written.
 _ORDER = ("side", "server", "role", "attn_cp", "moe_dp", "dp", "pp", "tp", "ep")
-#: What divides the ranks of tensor parallelism once more, and distinguishes no rank where those are numbered.
+#: Axes that divide the TP ranks again; they distinguish no ranks that have a TP number.
 _WITHIN_TP = frozenset({"ep", "attn_cp", "moe_dp"})
-#: A text names at most so many scopes; of the others, how many ranks they have.
+#: Most scopes to name in a text; of the others only the number of ranks is given.
 _MAX_SCOPES = 8
 _BY_PREFERENCE = ("tp", "dp", "pp", "ep", "attn_cp", "moe_dp")
 
-#: What tells ranks with the same number apart: names of axes with a place on each, such as ``(("pp", 1),)``.
+#: What distinguishes ranks with the same number: names of axes with a place on each, such as ``(("pp", 1),)``.
 Scope = tuple[tuple[str, int | str], ...]
 _Member = TypeVar("_Member")
 
@@ -30,19 +30,19 @@ _Member = TypeVar("_Member")
 class Rank:
     """One rank."""
 
-    scope: Scope  # which of those with the same number; in one order of axes, see `scope_of`
-    axis: str  # along what it is numbered, such as ``tp``
+    scope: Scope  # distinguishes ranks with the same number; in the order of `scope_of`
+    axis: str  # the axis that numbers it, such as ``tp``
     number: int  # its number on that axis
 
 
 def scope_of(places: dict[str, int | str]) -> Scope:
-    """Return the scope with these places on its axes, in the one order."""
+    """Return the scope with these places, its axes in the order of `_ORDER`."""
     return tuple((name, places[name]) for name in _in_order(places))
 
 
 def rank_of(process: Sample) -> Rank:
-    """Return the place of a process among all."""
-    # What the processes of one server have in common, on all its hosts where that is known.
+    """Return the place of a process among all processes."""
+    # All processes of one server share this, on all its hosts if the rendezvous address is known.
     here = process.host if process.server is None else f"{process.host}:{process.server}"
     places: dict[str, int | str] = {"server": process.rendezvous or here}
     if process.side is not None:
@@ -53,7 +53,7 @@ def rank_of(process: Sample) -> Rank:
 
 
 def rank_at(numbers: Mapping[str, int], places: Mapping[str, int | str] = MappingProxyType({})) -> Rank:
-    """Return the place of a scheduler with these numbers in its title; `places` tell it from others with the same."""
+    """Return the place of a scheduler with these numbers in its title; `places` distinguish equal numbers."""
     axis = next((axis for axis in _BY_PREFERENCE if axis in numbers), "")
     without = _WITHIN_TP if axis == "tp" else ()
     others = {name: number for name, number in numbers.items() if name != axis and name not in without}
@@ -61,10 +61,10 @@ def rank_at(numbers: Mapping[str, int], places: Mapping[str, int | str] = Mappin
 
 
 def groups_of(members: Iterable[tuple[Rank, _Member]]) -> list[list[_Member]]:
-    """Return the members group by group, those of each replica as one."""
+    """Return the members by group; each replica is a group of its own, except with DP attention."""
     found: dict[Scope, dict[int, dict[int, list[_Member]]]] = {}
     for rank, member in members:
-        # What the ranks of one server, side and stage have in common, of whichever replica.
+        # The ranks of one server, side and stage share this key, in all replicas.
         places = {name: place for name, place in rank.scope if name != "dp"}
         group = scope_of(places | ({rank.axis: rank.number} if rank.axis == "pp" else {}))
         dp = rank.number if rank.axis == "dp" else int(dict(rank.scope).get("dp", 0))
@@ -73,7 +73,7 @@ def groups_of(members: Iterable[tuple[Rank, _Member]]) -> list[list[_Member]]:
     groups = []
     for by_dp in found.values():
         replicas = [[one for _tp, its in sorted(tps.items()) for one in its] for _dp, tps in sorted(by_dp.items())]
-        # Where the ranks of all replicas are numbered as one, data parallelism is of the attention alone.
+        # If TP ranks are numbered across the replicas, it is DP attention, and all replicas are one group.
         size = len(by_dp[min(by_dp)])
         is_one = all(sorted(tps) == list(range(dp * size, (dp + 1) * size)) for dp, tps in by_dp.items())
         groups += [[one for some in replicas for one in some]] if is_one else replicas
@@ -81,7 +81,7 @@ def groups_of(members: Iterable[tuple[Rank, _Member]]) -> list[list[_Member]]:
 
 
 class RankSet(set[Rank]):
-    """A set of ranks, in words."""
+    """A set of ranks with a short text form."""
 
     def __str__(self) -> str:
         return self.format()
@@ -111,7 +111,7 @@ class RankSet(set[Rank]):
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as a person would write them: ``0-3,5``."""
+    """Return numbers as ranges: ``0-3,5``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
@@ -126,7 +126,7 @@ _Line = tuple[_Places, str, str]
 
 
 def _join_scopes(lines: dict[_Line, int]) -> dict[_Line, int]:
-    """Return the lines, with those as one that differ in the place on one axis only."""
+    """Return the lines; lines that differ only in the place on one axis are joined."""
     names = {name for places, _axis, _text in lines for name, _place in places}
     for name in reversed(_in_order(names)):
         joined: dict[tuple[_Places, _Places, str, str], list[str]] = {}

@@ -1,8 +1,8 @@
 """The stacks of all threads of all ranks as one prefix tree, outermost frame first, and its text.
 
-A node stands for a function of a file, whatever the line, so that ranks at different lines of one loop stay together;
-the lines are kept beside it. The tree is the same in whatever order stacks are added. Its size is that of the different
-stacks, not that of the ranks.
+A node is a function of a file, without the line, so that ranks at different lines of one loop share it; the node keeps
+its lines. The tree does not depend on the order in which stacks are added. Its size depends on the number of different
+stacks, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.model.sample import Frame
 
 _MAX_LINES_OF_A_FILE = 4
-#: Of a chain of calls that all ranks of a node share, the innermost and outermost are told.
+#: Of a longer chain of calls that all ranks of a node share, this many outermost and innermost ones are shown.
 _MAX_OF_A_CHAIN = 3
-#: No deeper than this does the text move to the right.
+#: Levels deeper than this are not indented further.
 _MAX_INDENTED = 20
-#: After so many lines the text ends with how many entries were left out.
+#: Most lines of the text; it then ends with the number of entries that are left out.
 _MAX_LINES = 400
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A function that called the functions of its children; the node above the outermost frames stands for none."""
+    """A function that called the functions of its children; the root, above the outermost frames, has no function."""
 
     function: str = ""
-    file: str = ""  # its path, as `sample.Frame` has it
-    lines: set[int] = field(default_factory=set)  # where it was
-    ranks: RankSet = field(default_factory=RankSet)  # those of which a stack ends here
-    through: RankSet = field(default_factory=RankSet)  # those that have a stack through it
+    file: str = ""  # its path, in the form of `sample.Frame`
+    lines: set[int] = field(default_factory=set)  # the lines at which it was
+    ranks: RankSet = field(default_factory=RankSet)  # the ranks with a stack that ends here
+    through: RankSet = field(default_factory=RankSet)  # the ranks with a stack through it
     children: dict[tuple[str, str], Node] = field(default_factory=dict)  # by function and file
 
     @property
     def place(self) -> str:
-        """Its file with the first few lines; without them where no line is known."""
+        """Its file with the first few lines; without lines if none is known."""
         lines = sorted(line for line in self.lines if line)
         shown = ",".join(map(str, lines[:_MAX_LINES_OF_A_FILE])) + ",..." * (len(lines) > _MAX_LINES_OF_A_FILE)
         return f"{self.file}:{shown}" if shown else self.file
 
     def in_order(self) -> list[Node]:
-        """Return the children in an order that depends on nothing but them."""
+        """Return the children, sorted by function and file."""
         return [child for _key, child in sorted(self.children.items())]
 
     def add(self, rank: Rank, frames: tuple[Frame, ...]) -> None:
@@ -56,7 +56,7 @@ class Node:
         node.ranks.add(rank)
 
     def all(self) -> list[Node]:
-        """Return this node and all below it, a caller before those that it called."""
+        """Return this node and all nodes below it, each caller before the functions that it called."""
         nodes = [self]
         for node in nodes:
             nodes += node.children.values()
@@ -66,15 +66,15 @@ class Node:
 def format_tree(tree: Node) -> Iterator[str]:
     """Yield the tree line by line.
 
-    A chain of calls in which nothing branches is one entry. Where it branches, the branch of the fewest ranks comes
-    first, so that who is elsewhere is seen at once.
+    A chain of calls without a branch is one entry. Of several branches, the branch of the fewest ranks comes first, so
+    that ranks that are elsewhere are seen at once.
     """
     hide = list(tree.through.places())
     waiting = [(child, 0) for child in reversed(_by_rarity(tree))]
     lines = 0
     while waiting:
         node, depth = waiting.pop()
-        # The calls from it on in which nothing branches and no stack ends.
+        # The calls from this node on, up to a branch or the end of a stack.
         chain = [node]
         while len(chain[-1].children) == 1 and not len(chain[-1].ranks):
             chain.append(next(iter(chain[-1].children.values())))

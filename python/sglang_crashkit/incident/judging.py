@@ -159,8 +159,8 @@ def _judge(incident: Incident, folder: Path | None) -> Verdict:
     gone = next((one for one in incident.timeline if one.event == "found_gone"), None)
     if not ordered and gone is not None:
         text = (
-            f"{incident.trigger.title} (pid {incident.trigger.pid}) and its crash handler ended without a report, after "
-            f"{incident.trigger.time} and before {gone.time}."
+            f"{incident.trigger.title} (pid {incident.trigger.pid}) and its crash handler ended without a report, "
+            f"after {incident.trigger.time} and before {gone.time}."
         )
         return Verdict("vanished", None, "established" if gone.get("is_seen") is True else "supported", text, [text])
     checked = incident.divergence

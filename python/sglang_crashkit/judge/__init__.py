@@ -1,4 +1,4 @@
-"""Who failed first, of what, in which part of SGLang, and what to do next: pure functions over a `model.case.Case`.
+"""Finds what failed first, why, in which part of SGLang, and the next steps: pure functions of a `model.case.Case`.
 
-What they know of SGLang stands in ``knowledge/*.yaml``, to be read and extended. `verdict.judge` asks them all.
+Knowledge about SGLang is in ``knowledge/*.yaml``, which can be extended. `verdict.judge` calls all parts.
 """

@@ -1,6 +1,6 @@
-"""What one process does at a moment: from the kernel's state, its native frames and its Python frames, in that order.
+"""The activity of one process in a sample: by its kernel state, its native frames and its Python frames, in that order.
 
-All frames count up to the first of SGLang's own: a call into the driver above a Triton frame is the driver's, a barrier
+Frames count up to the first frame of SGLang: a call into the driver above a Triton frame is the driver's, a barrier
 above a compiler's frame is a barrier. The tables are in ``knowledge/activities.yaml``.
 """
 
@@ -22,35 +22,35 @@ _rows, _pattern = functools.partial(rows, "activities"), functools.partial(patte
 
 
 class Activity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process does."""
+    """What a process does, in one sample."""
 
     kind: str  # a key of ``kinds`` in ``activities.yaml``
     operation: str = ""  # the collective, a transfer's direction (``send``, ``recv``), the driver's function
-    backend: str = ""  # ``NCCL``, ``gloo``, ``DeepEP`` …; empty where it is not known
-    leaf: Frame | None = None  # the innermost frame that says what it waits in
-    place: Frame | None = None  # the innermost frame of SGLang's own that does not only pass a call on
-    purpose: str = ""  # what SGLang does there; a name of ``purposes``, empty where it is not known
-    detail: str = ""  # more of the kernel's state: its function, the tracer
+    backend: str = ""  # ``NCCL``, ``gloo``, ``DeepEP`` …; empty if not known
+    leaf: Frame | None = None  # the innermost frame that shows what it waits in
+    place: Frame | None = None  # the innermost frame of SGLang that is not a wrapper
+    purpose: str = ""  # what SGLang does there: a name of ``purposes``; empty if not known
+    detail: str = ""  # more about the kernel's state, such as its function or the tracer; or the CUDA kernels that run
 
     @property
     def waits(self) -> str:
-        """For whom it waits: ``ranks``, ``gpu``, ``driver``, ``peer``, ``host``, ``file``, ``lock`` or ``none``."""
+        """What it waits for: ``ranks``, ``gpu``, ``driver``, ``peer``, ``host``, ``file``, ``lock`` or ``none``."""
         return str(_kind(self.kind)["waits"])
 
     @property
     def is_work(self) -> bool:
-        """Whether it may take minutes and is no hang."""
+        """Whether it may take minutes without being a hang."""
         return bool(_kind(self.kind).get("work"))
 
     @property
     def needs_all(self) -> bool:
-        """Whether it comes back only once all ranks of the group have come to it; a broadcast's sender goes on."""
+        """Whether it returns only after all ranks of the group joined it; the sender of a broadcast does not wait."""
         return self.kind == "collective" and _pattern("symmetric").match(self.operation) is not None
 
     @property
     def is_for_requests(self) -> bool:
-        """Whether it waits for new requests, or passes them on, as an idle process does."""
-        # Other code below it, such as a signal's handler, has nothing to do with requests.
+        """Whether it waits for new requests, or sends them to other ranks, as an idle process does."""
+        # Code called from there, such as a signal handler, has nothing to do with requests.
         is_in_it = self.leaf == self.place or (self.leaf is not None and _is_wrapper(self.leaf))
         kinds = ("own",) if is_in_it else ()
         is_passing_on = self.kind in ("collective", "socket", "gil", "p2p", *kinds)
@@ -58,13 +58,13 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """The place as ``function (file:line)``, SGLang's own where it is known; empty without a stack."""
+        """The place as ``function (file:line)``, in SGLang's code if known; empty without a stack."""
         frame = self.place or self.leaf
         return str(frame) if frame else ""
 
     @property
     def words(self) -> str:
-        """What it does, as the predicate of a sentence."""
+        """The activity as the predicate of a sentence."""
         purpose = next((row["words"] for row in _rows("purposes") if row["name"] == self.purpose), "")
         told = purpose if self.kind not in ("idle", "unknown") else ""
         fields = {"operation": self.operation, "backend": self.backend, "detail": self.detail, "purpose": told}
@@ -77,29 +77,29 @@ def _kind(kind: str) -> dict[str, Any]:
 
 
 def bare(function: str) -> str:
-    """Return a function's name without its class and its outer functions."""
+    """Return the name of a function without its class and outer functions."""
     return function.rpartition(".")[2]
 
 
 def is_own(frame: Frame) -> bool:
-    """Return whether a frame is of SGLang."""
+    """Return whether a frame is in SGLang's code."""
     return _pattern("own").search(frame.file) is not None
 
 
 def is_loop(frame: Frame) -> bool:
-    """Return whether a frame is a loop of SGLang, or passes all work on: below it alone, nothing is told."""
+    """Return whether a frame is a loop of SGLang, or dispatches all work, so that it alone shows no activity."""
     name = bare(frame.function)
     return bool(_pattern("loops").match(name) or _pattern("steps").match(name))
 
 
 def activity_of(sample: Sample) -> Activity:
-    """Return what a process does: by the kernel's word, then by its main thread."""
+    """Return the activity of a process, by the kernel's state, else by its main thread."""
     if by_kernel := of_state(sample.state, sample.wchan, sample.tracer):
         return by_kernel
     thread = _main(sample.threads, sample.pid)
     seen = _of_threads(thread, _main(sample.native, sample.pid), sample)
     if seen.kind in ("lock", "own") and thread is not None:
-        # The main thread only waits for the one in which the batch runs.
+        # The main thread only waits for the thread that runs the batch.
         runs = _pattern("batch_threads")
         for one in sample.threads:
             names = (*(bare(frame.function) for frame in one.frames), one.name.rpartition("(")[2].rstrip(")"))
@@ -116,20 +116,20 @@ def _of_threads(thread: Thread | None, native: Thread | None, sample: Sample) ->
 
 
 def frames_of(sample: Sample) -> tuple[Frame, ...]:
-    """Return the frames of a process's main thread, innermost first: Python's, or its native ones without these."""
+    """Return the frames of the main thread, innermost first: Python frames, or native frames if there are no others."""
     thread = _main(sample.threads, sample.pid) or _main(sample.native, sample.pid)
     return thread.frames[:_MAX_FRAMES] if thread else ()
 
 
 def _main(threads: Sequence[Thread], pid: int) -> Thread | None:
-    # Without a name, as of a stack that was pasted alone: the one that runs SGLang's loop, else the last, which
-    # faulthandler and gdb print for the main thread.
+    # Without names, as in a pasted stack, take the thread that runs SGLang's loop, else the last thread: faulthandler
+    # and gdb print the main thread last.
     loops = (one for one in threads if role_by(one.frames))
     return main_thread(threads, pid) or next(loops, threads[-1] if threads else None)
 
 
 def of_state(state: str, wchan: str = "", tracer: int = 0) -> Activity | None:
-    """Return what the kernel's state of a process says by itself, None where it says nothing."""
+    """Return the activity that the kernel's state of a process shows by itself; None if it shows none."""
     for row in _rows("states"):
         if row["pattern"].match(f"{state} {wchan}"):
             detail, _ = fill(row["detail"], {"state": state, "wchan": wchan, "tracer": tracer or None})
@@ -141,9 +141,9 @@ def of_state(state: str, wchan: str = "", tracer: int = 0) -> Activity | None:
 def of_frames(
     frames: tuple[Frame, ...], native: tuple[Frame, ...] = (), kernels: tuple[str, ...] = (), holds_gil: bool = False
 ) -> Activity:
-    """Return what the frames of a thread, Python's and those of a stack with native ones, innermost first, say.
+    """Return the activity that a thread's frames show: Python frames and those of a mixed stack, innermost first.
 
-    `kernels` are the CUDA kernels that run for its process.
+    `kernels` are the CUDA kernels that run for the process.
     """
     python = frames or tuple(one for one in native if _is_python(one))
     above = _native_head(native)
@@ -154,7 +154,7 @@ def of_frames(
     leaf = next(iter(python or above), None)
     waits_for_ranks = by_python is not None and by_python[0]["kind"] in ("collective", "p2p", "store")
     if by_native and by_python and waits_for_ranks and by_native[0]["kind"] in ("collective", "gpu_sync", "gpu_launch"):
-        # A barrier of NCCL waits for its stream: it still is a barrier.
+        # NCCL's barrier waits for a CUDA stream, but it is still a barrier.
         row, leaf = by_python
         row = {**row, "backend": by_native[0].get("backend") or row.get("backend", "")}
     elif by_native and (not by_native[0].get("weak") or by_python is None or by_python[0].get("weak")):
@@ -165,7 +165,7 @@ def of_frames(
     if kind in ("", "lock", "socket", "sleep", "file") and _is_idle(python):
         kind = "idle"
     elif not kind:
-        # A tensor's `.item()` or `nonzero()` has no frame of Python's: the innermost one is that of its caller.
+        # A tensor's `.item()` or `nonzero()` has no Python frame: the innermost frame is its caller's.
         name, file = (bare(leaf.function), leaf.file) if leaf is not None else ("", "")
         on_gpu = not holds_gil and (_pattern("gpu_files").search(file) or _pattern("gpu_functions").match(name))
         kind = "unknown" if leaf is None else "gpu_sync" if on_gpu else "own"
@@ -193,7 +193,7 @@ def _is_python(frame: Frame) -> bool:
 
 
 def _native_head(native: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return the native frames above the first Python frame of SGLang's own, innermost first."""
+    """Return the native frames above SGLang's first Python frame, or the interpreter's first, innermost first."""
     interpreter = _pattern("interpreter")
 
     def ends(frame: Frame) -> bool:
@@ -204,7 +204,7 @@ def _native_head(native: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def _head(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return the Python frames up to SGLang's own, that included; what only passes a call on does not end them."""
+    """Return the Python frames up to and including the first of SGLang that is not a wrapper."""
     ends = (index for index, frame in enumerate(frames, 1) if is_own(frame) and not _is_wrapper(frame))
     return tuple(frames[: next(ends, len(frames))])
 
@@ -224,7 +224,7 @@ def _by_python(frames: Sequence[Frame], head: Sequence[Frame]) -> tuple[dict[str
         is_passed = all(_pattern("passes").search(above.file) for above in head[:place])
         for row in strong:
             if row["kind"] == "collective" and not is_passed:
-                continue  # something else runs within it, such as the handler of a signal
+                continue  # other code runs inside the collective, such as a signal handler
             if not row.get("anywhere") and (frame is head[0] or not row.get("leaf")) and _matches(row, frame):
                 return row, frame
     anywhere = [(row, frames) for row in strong if row.get("anywhere")]
@@ -235,7 +235,7 @@ def _by_python(frames: Sequence[Frame], head: Sequence[Frame]) -> tuple[dict[str
 
 
 def _is_idle(frames: Sequence[Frame]) -> bool:
-    """Return whether a thread is in its loop: nothing that tells lies between its innermost frame and the loop."""
+    """Return whether a thread waits for work: above its loop are only frames of libraries that wait."""
     caller = innermost(frames)
     if caller is not None and is_own(caller):
         return _pattern("receiving").match(bare(caller.function)) is not None
@@ -243,18 +243,18 @@ def _is_idle(frames: Sequence[Frame]) -> bool:
 
 
 def innermost(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame that is not of a library that only waits."""
+    """Return the innermost frame outside the libraries that only wait."""
     outside = _pattern("outside")
     return next((frame for frame in frames if not outside.search(frame.file)), None)
 
 
 def role_by(frames: Sequence[Frame]) -> str:
-    """Return which process of SGLang's has such a main thread: ``scheduler``, ``tokenizer`` …; empty where none is."""
+    """Return the role of a process by its main thread's frames: ``scheduler``, ``tokenizer`` …; empty if not known."""
     return next((str(row["role"]) for row in _rows("roles") if any(_matches(row, one) for one in frames)), "")
 
 
 def front_work(frames: Sequence[Frame]) -> tuple[str, str]:
-    """Return what a front end does on its event loop and the component that it is of; empty where it is not known."""
+    """Return what a front end does on its event loop, and the component of that; empty strings if not known."""
     texts = [f"{frame.file} {frame.function}" for frame in frames[:40]]
     found = (row for row in _rows("front") if any(map(row["pattern"].search, texts)))
     return next(((str(row["name"]), str(row["component"])) for row in found), ("", ""))

@@ -1,4 +1,4 @@
-"""In which part of SGLang, or around it, something happened: by ``knowledge/components.yaml``."""
+"""Finds the component, a part of SGLang or of its environment, by ``knowledge/components.yaml``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.sample import Frame
 
-#: Frames that tell a part, from the inside; those further out are the event loop's, which everything passes.
+#: Innermost frames that can show a component; frames further out are the event loop's, which every stack has.
 _NEAR = 14
 _MAX_WORDS = 1500
 _NEUTRAL = re.compile(
@@ -32,11 +32,11 @@ def _patterns(column: str) -> dict[str, re.Pattern[str]]:
 def component_of(
     frames: Sequence[Frame] = (), words: str = "", *, arguments: Mapping[str, Any] | None = None
 ) -> str | None:
-    """Return the part that frames (innermost first) and words speak of; None where they speak of none that is known.
+    """Return the component that frames (innermost first) and words show; None if they show no known component.
 
-    A server's arguments, by their Python names, decide between parts that the words alone suggest.
+    The server's arguments, by their Python names, decide between components that only the words suggest.
     """
-    # Importing a module tells nothing of what it is for.
+    # The import of a module does not show which component failed.
     frames = [frame for frame in frames if frame.function != "<module>"]
     places = [f"{one.function} ({one.file})" for one in frames if not _NEUTRAL.search(f"{one.function} ({one.file})")]
     scores: dict[str, float] = {}
@@ -52,7 +52,7 @@ def component_of(
 
 
 def is_telling(component: str | None) -> bool:
-    """Return whether a part is one that only some stacks pass."""
+    """Return whether a component is in few stacks, so that its frames are significant."""
     return component is not None and not (load("components").get(component) or {}).get("common")
 
 
@@ -62,7 +62,7 @@ def _of_frame(place: str) -> Sequence[str]:
 
 
 def is_switched_on(component: str, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the arguments have a part on that is off by default."""
+    """Return whether the arguments switch on a component that is off by default."""
     row = load("components").get(component) or {"switch": ()}
     switches = [(arguments.get(name), value) for name, _, value in (switch.partition("=") for switch in row["switch"])]
     off = (None, False, "", "none", "None")
@@ -70,6 +70,6 @@ def is_switched_on(component: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def way_out(component: str | None, arguments: Mapping[str, Any], *, is_seen: bool) -> str:
-    """Return what takes a part out of the path; empty where nothing does, or no stack, message or argument has it."""
+    """Return how to disable or limit a component; empty if there is no way, or if nothing shows that it is in use."""
     row = load("components").get(component or "") or {"out": ""}
     return str(row["out"]) if is_seen or is_switched_on(component or "", arguments) else ""

@@ -1,7 +1,7 @@
-"""What failed: exceptions, ends, words and kernel lines, each by what it means (``knowledge/messages.yaml``).
+"""Failures: exceptions, exits, error messages and kernel log lines, classified by ``knowledge/messages.yaml``.
 
-Each fact is asked three things: what kind of failure it is, which process had it, and in which part of SGLang. What
-follows from another failure, what the server outlived, and what came after it was asked to end, is no cause.
+Each event yields the class of the failure, the process that had it, and the part of SGLang. An event that follows from
+another failure, that the server survived, or that comes after a request to stop the server, is not a cause.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from sglang_crashkit.model.event import (
 )
 from sglang_crashkit.model.sample import Frame
 
-#: A text that is matched, or quoted, a headline: a message may quote a whole configuration.
+#: Most characters of a matched text, a quote and a headline: a message may contain a whole configuration.
 _MAX_TEXT, _MAX_QUOTE, _MAX_HEADLINE = 3000, 220, 1000
-#: So many of the innermost frames tell whose code it was: the others are a library that SGLang called, or its callers.
+#: An exception counts as SGLang's if one of this many innermost frames is; frames further out are only callers.
 _NEAR = 5
-#: Seconds of work after a failure by which a server has outlived it; without work, after which a healthy one is idle.
+#: Seconds of work after a failure that show that the server survived it; seconds without work that show it idle.
 _OUTLIVED_S, _IDLE_S = 3.0, 30.0
-#: The kernel's log may be in another time zone: what is further apart than this in seconds is so by the clock.
+#: The kernel's log may be in another time zone; times that differ by more seconds than this differ in any zone.
 _ANY_ZONE_S = 15 * 3600.0
-#: Seconds after a library's line within which the exception of the process that called it comes.
+#: Seconds within which the exception of the calling process follows a library's line.
 _NEXT_S = 5.0
-#: The weight of an exception that is cut off.
+#: The weight of an exception whose class is cut off.
 _CUT_OFF = 36
-#: What is tried again so often is no passing trouble.
+#: A retry that is logged this often is not a temporary error.
 _MANY = 20
-#: What a stack or a message shows of an asynchronous failure is where it was noticed.
+#: Components in which an asynchronous failure is noticed; it may have begun in another one.
 _NOTICED = frozenset({None, "scheduler", "gpu", "kv_pool", "driver"})
 _pattern = functools.partial(pattern, "failures")
 _Event = TypeVar("_Event", Raised, Exit)
@@ -87,7 +87,7 @@ class _Row(msgspec.Struct, kw_only=True):
     def match(
         self, error: Error | None, text: str, places: str, *, is_started: bool, role: str
     ) -> dict[str, str] | None:
-        """Return what the row's pattern names in a text; None where the row does not fit."""
+        """Return the named groups of the row's pattern in a text; None if the row does not match."""
         if self.when == ("start" if is_started else "serving") or (self.who and role != self.who):
             return None
         if (self.line and error is not None) or (self.type and error is None):
@@ -99,23 +99,23 @@ class _Row(msgspec.Struct, kw_only=True):
         if (found := re.search(self.words, text)) is None:
             return None
         named = {name: value for name, value in found.groupdict().items() if value}
-        # Another than the one that speaks.
+        # The text names the process that failed, which may not be the process that logged it.
         if "holder" in named:
             return {**named, "who": f"{named['holder']} (pid {named['pid']})"}
         return {**named, "who": f"TP{named['rank']}"} if "rank" in named else named
 
     def kind_at(self, is_started: bool) -> str:
-        """Return the class, which may be another one before the server is ready."""
+        """Return the class, which may differ before the server is ready."""
         return self.start_kind if self.start_kind and not is_started else self.kind
 
     def part_of(self, part: str | None) -> str | None:
-        """Return the component, by the one that frames and words tell."""
+        """Return the row's component if it has one; `part` is the component that frames and words show."""
         return self.part or (self.usual if part in _NOTICED and self.usual else part)
 
     def restart_at(self, is_started: bool) -> str:
-        """Return whether a restart helps; empty where the class says it."""
+        """Return whether a restart helps; empty if the class decides it."""
         is_of_phase = self.kind in ("exception_in_sglang", "exception", "cuda_fault")
-        # What was reached once under load is a matter of timing or of a request; at the start it comes again.
+        # A failure under load depends on timing or on a request; a failure of the start occurs at the next start too.
         return self.restart or (("yes" if is_started else "no") if is_of_phase else "")
 
 
@@ -125,7 +125,7 @@ def _rows_of_messages() -> list[_Row]:
 
 
 def guess(case: Case) -> Finding | None:
-    """Return what the first bad line would mean at a start, or that it is bad; None without one, or once it served."""
+    """Return a finding from the first error line of a server that was never ready; None without such a line."""
     bad = (one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical"))
     first = next((one for one in bad if not _pattern("harmless").search(one.text)), None)
     if first is None or case.is_started:
@@ -138,7 +138,7 @@ def guess(case: Case) -> Finding | None:
 
 
 class Failures:
-    """What explains a failure in a case."""
+    """Finds the events that explain a failure in a case."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -148,7 +148,7 @@ class Failures:
         self._work, self._began = work, [one.place for one in (*work, *(it for it in stages if it.name == "ready"))]
         self._starts = [one.place for one in case.events if isinstance(one, Arguments) and one.values]
         self._stage = stages[-1].name if stages else ""
-        self._stages = {one.who: one.place for one in stages}  # the last of each
+        self._stages = {one.who: one.place for one in stages}  # the last stage of each process
         self._ready = {(one.who, one.file): one.place for one in stages if one.name == "ready"}
         self._is_loading = not case.is_started and any(one.name == "weights" for one in stages[-2:])
         self._exits = [one for one in case.events if isinstance(one, Exit)]
@@ -158,18 +158,18 @@ class Failures:
         self._raised_at_start = any(_pattern("start").search(name) for name in inner if name != "<module>")
         self._dumps = [one for one in case.events if isinstance(one, Stack) and one.fatal]
         on = [name for name in load("components") if is_switched_on(name, case.arguments)]
-        self._on = ", ".join(on[:4])  # what the arguments switch on
-        # The server ends itself by a signal once a rank has failed; what came before it served is of another.
+        self._on = ", ".join(on[:4])  # components that the arguments switch on
+        # The server also sends itself a signal after a rank failed. A stop before this server worked is another's.
         stops = [one for one in case.stops if one.place > min(self._began, default=(0.0, 0))]
         self._asked = [one for one in stops if "sigquit" not in (text := one.text.lower()) and "child" not in text]
         self._end = min((one.place for one in stops if one.by != "signal" or one in self._asked), default=None)
 
     def find(self) -> Iterator[Finding]:
-        """Yield a finding for each fact that tells one."""
+        """Yield a finding for each event that shows one, adjusted by the other findings."""
         found = [*self._found()]
         if not any(one.weight >= 37 for one in found):
             found += self._vanished()
-        # What names a rank is its own word; a role may be any of several.
+        # Only a name with a number is certain: several processes may have the same role.
         sure = sorted((it for it in found if it.weight >= 50 and not it.is_consequence), key=lambda it: it.where)
         first = next((it.who for it in (*sure, self._case.watched) if it and re.search(r"\d", it.who or "")), None)
         named = {one.who for one in found if one.weight >= 41}
@@ -180,16 +180,16 @@ class Failures:
         suspect = next((name for some in (on, seen, said) for name in some), "gpu")
         for one in found:
             if one.kind in ("killed", "exited", "aborted") and one.weight < 40:
-                # What itself only follows from another failure explains an exit status, and no signal.
+                # A finding that is itself a consequence can explain an exit status, but not a signal.
                 is_told = any(
                     other.weight >= 41 and (other.where < one.where or not (one.where[0] and other.where[0]))
                     for other in found
                     if one.kind == "exited" or not other.is_consequence
                 )
-                # SGLang ends its own processes once one has failed; what is named by itself did fail by itself.
+                # SGLang ends its processes once one failed; a process that no stronger finding names failed by itself.
                 one.is_consequence = is_told and (one.kind == "exited" or not one.who or one.who in named)
             if one.kind in ("cuda_fault", "gpu_hardware", "aborted", "kv_pool_leak") and one.who is None and first:
-                # The fact is the GPU's or the library's; who noticed it is another one's word.
+                # The event is the GPU's or a library's; the name of the process comes from another finding.
                 one.who, one.level = first, "supported"
             if one.kind == "cuda_fault" and one.component in _NOTICED:
                 one.component = suspect
@@ -214,8 +214,8 @@ class Failures:
                 one.headline = f"the connection to a rank of another node broke ({names or 'all seen'}): {one.headline}"
                 one.next[:0] = steps_of("other_node", nodes=names)
             if one.weight == _CUT_OFF and any(other.kind == "asked_to_stop" for other in found):
-                continue  # the rest of what Ctrl-C leaves
-            # What is cut off before it says anything explains nothing that another says.
+                continue  # part of the output of Ctrl-C
+            # An exception without its class explains less than any finding that tells what failed.
             one.is_consequence |= one.weight == _CUT_OFF and any(
                 other.weight > TELLING and not (other.is_consequence and other.kind == "exited") for other in found
             )
@@ -236,7 +236,7 @@ class Failures:
                 yield finding
         work = [*self._work, *self._passed]
         served = max(((one.last_at, one.last_order) for one in work), default=None)
-        # Answers alone tell that it serves, but not once it answers with errors.
+        # Answers show that the server works, unless error answers or failed health checks follow them.
         is_served = served is not None and not any(
             (one.kind == "failed" or (one.kind == "health" and one.status >= 400))
             and (one.last_at, one.last_order) > served
@@ -249,8 +249,8 @@ class Failures:
                 where = (self._case.last_at, 0)
                 yield finding_of("small_pool", where, [limit[0]], pool=pool[1], context=pool[3], limit=limit[1])
             notes = [row["step"] for row in rows("failures", "notes") if any(map(row["pattern"].search, said))]
-            # What requests have met that failed one by one.
-            # Behind its words pydantic has what the client sent.
+            # The components whose exceptions failed single requests.
+            # Pydantic quotes the client's input after its own words.
             texts = ((one.error.frames, one.error.text.partition("input_value=")[0]) for one in self._raises)
             parts = [one for one in itertools.starmap(component_of, texts) if one]
             parts.sort(key=is_telling, reverse=True)
@@ -301,14 +301,14 @@ class Failures:
             yield finding_of("asked_to_stop", event.place, [_quoted(event, "KeyboardInterrupt")], by="Ctrl-C")
             return
         chain = chain or [one for one in event.chain if one.type == "SystemExit" and one.text != "0"]
-        # Another process may have raised the same, and its traceback is whole.
+        # Another process may have raised the same exception, with a complete traceback.
         likeness = event.error.type, event.error.frames[:1]
         has_twin = event.is_cut and event.error.frames and likeness in self._whole
         if not chain or self._is_outlived(event) or has_twin:
             return
         frames = [frame for error in chain for frame in error.frames]
         own = any("sglang/" in one or "srt/" in one for one in (chain[0].text, *(one.file for one in frames[:_NEAR])))
-        # A program of somebody's own is where it begins, and nowhere is SGLang or a thread.
+        # A user's script: its outermost frame is a module, and no frame is SGLang's, Ray's or an installed package's.
         called, types = event.chain[0].frames, " ".join(error.type for error in chain)
         is_alone = len(frames) == 1 and re.match("/(?!.*python3)", frames[0].file) and "Ray" not in types
         is_script = is_alone or any(frame.function == "<module>" for frame in called[-1:])
@@ -316,11 +316,11 @@ class Failures:
         arrived = f"{chain[0].type}: {chain[0].text[:_MAX_QUOTE]}"
         is_client = (is_script and not own) or (not frames and bool(_pattern("client_error").match(arrived)))
         is_client |= any(_pattern("client").search(frame.file) for frame in frames)
-        # Another program's log beside that of a server at work.
+        # The log of another program, beside the log of a server that ran batches.
         served = {one.file for one in self._case.progress if one.kind in ("prefill", "decode")}
         is_client |= bool(served and frames) and event.file not in served and not any(map(is_own, frames))
         if (self._work or self._case.is_started) and not event.who and is_client:
-            return  # a client of the server, which prints into the same evidence
+            return  # a client of the server, with its output in the same evidence
         role = _role(event.who, frames)
         is_started = self._is_started(event, frames)
         is_of_request = any(_pattern("of_request").search(frame.file) for frame in frames)
@@ -329,7 +329,7 @@ class Failures:
             yield finding_of("request_failed", because=[_quoted(event, text)], error=text[:140])
             return
         is_thread = bool(event.thread) and not event.who and "Main" not in event.thread and is_started
-        # The one that came first tells most; a row may know the one that arrived.
+        # The original exception tells most; if no row matches it, one that was raised because of it may match.
         is_cause_known = False
         for error in reversed(chain):
             said = f"{event.said} {error.type}: {error.text}"
@@ -341,7 +341,7 @@ class Failures:
                 return
             is_cause_known = is_cause_known or not follows
         error = chain[-1] if chain[-1].frames or len(chain) == 1 else chain[0]
-        # Without arguments or a frame of SGLang's it may be the start of any program.
+        # Without arguments or a frame of SGLang, this may be the start of any program.
         is_ours = bool(self._starts) or not frames or any("sglang" in one.file or "srt/" in one.file for one in frames)
         kind = "startup_failed" if is_ours and not is_started else "exception_in_sglang" if own else "exception"
         kind = "thread_died" if is_thread else "exited" if error.type == "SystemExit" else kind
@@ -362,7 +362,7 @@ class Failures:
             if found is not None:
                 return row, found
         if error and is_started and not self._began and not frames and self._case.watched is None:
-            # Words alone do not tell the phase.
+            # Words alone do not show the phase, so the rows of a start are tried too.
             return self._row_of(error, text, frames, is_started=False, role=role)
         return None
 
@@ -371,18 +371,18 @@ class Failures:
         is_started: bool, role: str,
     ) -> Finding:  # fmt: skip
         kind = row.kind_at(is_started)
-        # The line before is its own where it leads to it; otherwise anything may stand there.
+        # The line before a traceback belongs to it only if it ends with a colon; else it may be any line.
         said = "" if "hit an exception" in event.said or not event.said.rstrip().endswith(":") else event.said
         others = " ".join(one.text for one in event.chain if one is not error)
         words = f"{error.type}: {_first_line(error.text)} {said} {others}"
         arguments = self._case.arguments
         part = component_of(error.frames or frames, words, arguments=arguments)
-        # The innermost of a chain may be in a part that every batch passes.
+        # The original exception may be in a component that every batch passes; other frames then tell more.
         outer = component_of(frames, arguments=arguments)
         part = row.part_of(outer if is_telling(outer) and part in (None, "scheduler") else part)
         part = part or component_of(words=error.text, arguments=arguments)
         if kind == "startup_version" and part is None and error.frames and "/" in (file := error.frames[0].file):
-            # The package that raised it; of SGLang the part whose module could not be imported.
+            # The package that raised it; in SGLang's code, the component of the module that could not be imported.
             part = component_of(words=file) if is_own(error.frames[0]) else file.partition("/")[0] or None
         who = named.get("who") or row.who_is or event.who
         in_launch = "launch_server|cli/serve|entrypoints/(?:engine|http_server)"
@@ -390,11 +390,11 @@ class Failures:
             re.search(in_launch, one.file) or "run_module" in one.function for one in frames
         )
         if not who and not is_started and role == "tokenizer":
-            # What has the tokenizer's functions before it is ready is the server's own program.
+            # Before the server is ready, the tokenizer's functions run in the main process.
             who = "main process" if is_launch else ""
         elif not who:
             known = role if role != "scheduler" or not self._case.schedulers else ""
-            # Ray names the actor in whose process an exception was raised, the innermost last.
+            # Ray names the actor in whose process an exception was raised; the innermost actor is last.
             texts = [one.text for one in event.chain if not role and kind in ("startup_failed", "exception")]
             actors = [found[1] for text in texts if (found := re.search(r"\bray::(\w{1,80})[.:]", text))]
             known = known or (event.side if part in _known("of_a_pair") else "") or (actors[-1] if actors else "")
@@ -409,7 +409,7 @@ class Failures:
             text = "the traceback is cut off before its last line, which names it"
         side = f" of the {event.side} server" if event.side else ""
         is_telling_itself = error.text.strip() or error.type == "AssertionError"
-        # One line of an excerpt does not tell whether the server was ready.
+        # One line of an excerpt does not show whether the server was ready.
         is_phase_known = frames or self._began or self._starts or self._case.watched is not None
         return finding_of(
             "raised",
@@ -429,11 +429,11 @@ class Failures:
         )  # fmt: skip
 
     def _is_outlived(self, event: Event) -> bool:
-        """Return whether the server went on as if nothing had been, as it does after a request that it refused."""
+        """Return whether the server kept working after an event, as it does after a request that it refused."""
         if isinstance(event, Raised):
             is_of_sglang = any("sglang/srt/" in one.file for one in event.error.frames)
             if event.who == "detokenizer" or (event.thread and (is_of_sglang or not event.error.type)):
-                return False  # what that process, or that thread, did for the server is not done any more
+                return False  # no other process or thread takes over its work
         if event.at and self._ready.get((event.who, event.file), (0.0, 0)) > event.place:
             return True
         end = min((one for one in self._starts if one > event.place), default=(float("inf"), 0))
@@ -459,14 +459,14 @@ class Failures:
         if last_start != (0.0, 0) or _pattern("start").search(names) or not (frames or self._began or not self._stages):
             return False
         if not frames and not self._case.is_started:
-            # A line is of the phase that the exceptions beside it are of.
+            # A line is from the same phase as the exceptions of the case.
             return not self._raised_at_start
         return self._case.is_started or not frames or any(_pattern("serves").search(frame.file) for frame in frames)
 
     # -- lines
 
     def _line(self, event: Line, *, is_started: bool) -> Iterator[Finding]:
-        # What a start warned of may be why it failed, where nothing else tells.
+        # A warning during the start may be why it failed, if no other finding tells.
         most = 37 if event.level == "warning" else 100
         is_passing = most == 100 and event.count < _MANY and not _pattern("serious").search(event.text)
         is_harmless = (is_passing and _pattern("harmless").search(event.text)) or "deprecated" in event.text
@@ -476,7 +476,7 @@ class Failures:
             yield finding_of("leak_warned", (0.0, -1), because, text=text)
         if is_harmless and all(isinstance(one, Line) for one in self._case.events):
             yield finding_of("only_warned", (float("inf"), 1), because, text=text)
-        # A start that goes on was only warned.
+        # The process reached a later stage of its start, so this line did not end it.
         goes_on = event.at and not is_started and self._stages.get(event.who, (0.0, 0)) > event.place
         is_end = _pattern("end_of_process").search(event.text)
         if is_harmless or (self._is_outlived(event) and not is_end) or goes_on:
@@ -492,7 +492,7 @@ class Failures:
         who = named.get("who") or row.who_is or event.who or by_words or by_pid
         code = ""
         if not who and (following := self._next(self._raises, event)):
-            # What a library prints without a name is told by what the process that called it raises.
+            # A library's line names no process; the exception that its caller raises next does.
             frames = [frame for error in following.chain for frame in error.frames]
             who, code = following.who or _role("", frames), following.error.code
             of_frames = component_of(frames, arguments=self._case.arguments)
@@ -506,7 +506,7 @@ class Failures:
         side = event.side if part in _known("of_a_pair") else ""
         who = who or side or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
         is_blamed = row.blames and any(one.side not in ("", event.side) and one.error.type for one in self._raises)
-        # A neighbour's log beside that of a server which says itself why its start failed.
+        # The log of another program, beside the log of a server that logs why its own start failed.
         homes = {one.file for one in self._case.servers if one.values}
         is_aside = bool(homes) and event.file not in homes and any(one.file in homes for one in self._raises)
         yield finding_of(
@@ -519,7 +519,7 @@ class Failures:
         )  # fmt: skip
 
     def _next(self, events: Sequence[_Event], event: Event) -> _Event | None:
-        """Return the first of some events, in the order of their places, that comes right after another one."""
+        """Return the first of `events`, sorted by place, after `event` if it follows at once; else None."""
         place = bisect.bisect_left(events, event.place, key=lambda one: one.place)
         near = (it for it in events[place : place + 1] if it.at - event.at <= _NEXT_S or it.order == event.order + 1)
         return next(near, None)
@@ -540,17 +540,17 @@ class Failures:
             return
         pids = {one.pid for one in self._case.kernel if one.kind == event.kind and one.pid}
         if event.kind == "oom_kill" and not event.pid and pids:
-            # The kernel says in a later line of the same kill which process it chose.
+            # A later line of the same kill names the process.
             return
         last = max((one.last_at for one in self._work), default=0.0)
         if row["row"] == "xid_of_program" and not is_known and event.at and last - event.at > _ANY_ZONE_S:
-            return  # another program's, or that of an earlier server
+            return  # of another program, or of an earlier server
         by_pid = bool(row.get("by_pid"))
         pid = event.pid or (pids.pop() if by_pid and len(pids) == 1 else 0)
         gpu, library = str(facts.get("gpu", "")), str(facts.get("library") or "")
         who = event.who or self._named(pid) or self._rank_of(gpu) or (f"pid {pid}" if by_pid and pid else None)
         if event.kind == "segfault" and not who:
-            # The kernel numbers the thread that faulted, and others the process; a stack says more.
+            # The kernel logs the thread's id, other sources the process's; a stack tells more than this line.
             died = {one.who for one in self._exits if one.signal == "SIGSEGV"}
             if self._dumps and not library:
                 return
@@ -568,7 +568,7 @@ class Failures:
         )  # fmt: skip
 
     def _names(self, pid: int) -> list[str]:
-        """Return the names of the processes that have a pid, by their own facts and by what is said of their ends."""
+        """Return the names of the processes with a pid, by their own events and by the texts of exits."""
         known = [one.who for one in self._case.processes.values() if pid and one.pid == pid]
         return known + [one.who for one in self._exits if pid and re.search(rf"\bpid[= ]{pid}\b", one.text)]
 
@@ -576,7 +576,7 @@ class Failures:
         return next(filter(None, self._names(pid)), None)
 
     def _rank_of(self, bus: str) -> str | None:
-        """Return the rank on a GPU, where the order of the GPUs tells it."""
+        """Return the rank on the GPU with a bus address, if the order of the GPUs shows it."""
         if self._case.arguments.get("base_gpu_id") or self._case.arguments.get("nnodes", 1) not in (1, None):
             return None
         index = next((one.index for one in self._case.gpus if one.bus and bus.lower().startswith(one.bus)), None)
@@ -602,13 +602,13 @@ class Failures:
         )  # fmt: skip
 
     def _fell_silent(self, event: Event) -> str:
-        """Return the scheduler whose last batch is before an event, where several others go on; empty without one."""
+        """Return the one scheduler that ran no batch after an event while several others did; empty without one."""
         last = {one.who: max(one.last_order, 0) for one in self._work if one.who and one.file == event.file}
         silent = [who for who, order in last.items() if order < event.order]
         return silent[0] if len(silent) == 1 and len(last) > 2 else ""
 
     def _closed(self) -> str:
-        """Return the rank that NCCL's threads of the others say closed its connection; empty without one such rank."""
+        """Return the rank that closed its connection, by NCCL's messages of other ranks; empty if not exactly one."""
         texts = (one.text for one in self._case.events if isinstance(one, Line) and "closed by localRank" in one.text)
         ranks = {int(found[1]) for text in texts if (found := re.search(r"closed by localRank (\d{1,4})", text))}
         return f"TP{ranks.pop()}" if len(ranks) == 1 else ""
@@ -634,17 +634,17 @@ class Failures:
     def _fatal(self, event: Stack) -> Iterator[Finding]:
         words = _known("fatal_words")
         kind = next((words[word] for word in words if word in event.fatal), "fatal_signal")
-        # Of one whose head stands alone the frames may be in another file.
+        # If the head of faulthandler's output stands alone, its frames may be in another file.
         rest = [one.sample for one in self._dumps if one.is_cut]
         sample = rest[0] if len(rest) == 1 and not event.sample.threads and not event.sample.native else event.sample
         thread = next((one for one in sample.threads if one.active), next(iter(sample.native or sample.threads), None))
-        # The innermost are those of what handled the signal.
+        # The innermost frames belong to the handler of the signal.
         frames = [one for one in (thread.frames if thread else ()) if not _pattern("handlers").match(one.function)]
         part = component_of(frames, arguments=self._case.arguments)
         role = _role("", frames) or _role("", [frame for one in sample.threads for frame in one.frames])
         is_there = thread is None or thread.active or thread.name or sample.native
         if not is_there or not is_telling(part):
-            # Without the thread that faulted, the others tell what the process was for; else those amid a call of C.
+            # Ask all threads if the one that faulted is missing; else those that are in a C call from SGLang's code.
             stacks = (one.frames for one in sample.threads if one.frames)
             others = (stack for stack in stacks if not is_there or "sglang/" in stack[0].file)
             parts = [component_of(stack, arguments=self._case.arguments) for stack in others]
@@ -661,13 +661,13 @@ class Failures:
             known_row, steps = row[0], _steps(*row, "", {})
             yield finding_of("aborted_in", because=because, kind=known_row.kind, component=known_row.part or part,
                              steps=steps, **values)  # fmt: skip
-        # A thread that aborted for another's fault, as a watchdog's, tells nothing.
+        # A thread that aborts because of another one's fault, such as a watchdog's, tells nothing.
         weight = 75 if kind != "aborted" else 39
         level = "established" if is_told else "supported"
         yield finding_of("fatal", because=because, kind=kind, level=level, component=part, weight=weight, **values)
 
     def _vanished(self) -> Iterator[Finding]:
-        """Yield that a server which worked starts again in the same log, and nothing says how it ended."""
+        """Yield a finding if a server that worked starts again in the same log, which does not show how it ended."""
         if any(one.reason == "Completed" and one.restarts for one in self._case.containers):
             return
         for start in (one for one in self._case.servers if one.values):
@@ -683,14 +683,14 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
         return who.split()[0]
     if who:
         return "scheduler"
-    # A process of any role may import a module.
+    # A module's frame shows no role: processes of all roles import modules.
     places = [f"{frame.function} ({frame.file})" for frame in reversed(frames) if frame.function != "<module>"]
     found = (row["role"] for row in rows("failures", "roles") for place in places if row["pattern"].search(place))
     return next(found, "")
 
 
 def _only(case: Case, event: Event) -> str:
-    """Return the one scheduler, where there is no more than one, and no other log tells of it."""
+    """Return the only scheduler's name; empty if there may be several, or if the event is from a node without it."""
     schedulers = {one.who for one in case.schedulers}
     if len(schedulers) != 1 or case.arguments.get("tp_size", 1) not in (1, None):
         return ""
@@ -702,12 +702,12 @@ def _only(case: Case, event: Event) -> str:
 def _steps(
     row: _Row, named: dict[str, str], text: str, arguments: dict[str, Any], frames: Sequence[Frame] = ()
 ) -> list[str]:
-    """Return a row's steps with what its pattern named, and the options that a message names, or as arguments.
+    """Return a row's steps, filled from its pattern's groups, and steps about options and arguments in the text.
 
-    Then those that are set and of whose names the functions that failed have two words, side by side.
+    Last come the set arguments that share two adjacent words of their names with a function that failed.
     """
     steps = list(fill_steps(row.steps, named))
-    if row.follows or row.kind == "compile_failed":  # whose message has the compiler's
+    if row.follows or row.kind == "compile_failed":  # its message has the compiler's options
         return steps
     told = [f"--{name.replace('_', '-')} ({str(arguments[name])[:40]} here)"
             for name in _pattern("argument").findall(text[:_MAX_TEXT]) if name in arguments]  # fmt: skip
@@ -731,5 +731,5 @@ def _quoted(event: Event, text: str) -> str:
 
 def _first_line(text: str) -> str:
     first, _, rest = text.strip().partition("\n")
-    # A compiler's says first only where, and last what.
+    # A compiler's message has the place in its first line and the error in its last one.
     return (f"{first} {rest.strip().rpartition(chr(10))[2]}" if first.endswith(":") and rest else first)[:_MAX_QUOTE]

@@ -1,6 +1,6 @@
-"""What one part of the judge found; `verdict.judge` chooses among these.
+"""Findings: possible explanations of a case, among which `verdict.judge` chooses.
 
-Code decides what is found, and where; ``knowledge/findings.yaml`` has the words, the class and the weight of it.
+Code decides what is found, and where; ``knowledge/findings.yaml`` has its class, weight and text.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.verdict import Helps, Level
 
 Place = tuple[float, int]
-#: A finding below this weight says that something failed, and not what: any other explains more.
+#: A finding below this weight says that something failed, but not what; any other finding explains more.
 TELLING = 40
 _MAX_HEADLINE = 290
-#: An optional part of a template, or a field, each with what stands for it where it is empty.
+#: An optional part of a template, or a field, each with an alternative for an empty field.
 _PART = re.compile(r"\[([^][]{1,300})\]|\{(\w{1,30})(?:\|([^{}]{0,60}))?\}")
 _ONLY = re.compile(r"\{(\w{1,30})\}")
 _IF = re.compile(r"(!?)(\w{1,30})\? ")
 
 
 class Finding(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One explanation of the case, or of a part of it."""
+    """One explanation of a case, or of a part of it."""
 
     kind: str  # the class, a key of ``classes.yaml``
     level: Level = "supported"
-    who: str | None = None  # who failed, or is to be looked at; None if no process is to be named
+    who: str | None = None  # the process that failed or is to be examined; None if not known
     component: str | None = None
-    restart: Helps | None = None  # None: as the class has it
+    restart: Helps | None = None  # None: the value of the class
     headline: str = ""
     cause: str = ""
     because: list[str] = []
     next: list[str] = []
-    where: Place = (0.0, 0)  # of its event in the evidence: the first failure has the smallest
+    where: Place = (0.0, 0)  # the place of its event; the first failure has the smallest
     is_consequence: bool = False  # of another failure, such as a connection that another rank's end closed
-    #: How telling it is; the finding with more weight explains the other. 100: the kernel, the driver or an exception's
-    #: own class says so; 50: words that have a meaning of their own; 10: it is only known that something failed.
+    #: How conclusive it is; a finding with more weight explains one with less. 100: by the kernel, the driver or the
+    #: class of an exception; 50: by a specific message; 10: it is only known that something failed.
     weight: int = 50
 
     @property
     def is_calm(self) -> bool:
-        """Whether its class says that nothing has failed."""
+        """Whether its class means that nothing failed."""
         return bool((load("classes").get(self.kind) or {}).get("calm"))
 
 
@@ -62,9 +62,9 @@ def _tables() -> _Tables:
 def finding_of(
     row: str, /, where: Place = (0.0, 0), because: Iterable[str] = (), most: int = _MAX_HEADLINE, **values: Any
 ) -> Finding:
-    """Return the finding of a row of ``findings.yaml``, with at most so many characters of its headline.
+    """Return the finding of a row of ``findings.yaml``, with at most `most` characters of headline.
 
-    `values` are fields of the templates; those with the name of a column take its place, but where they are empty.
+    `values` are fields of the templates; non-empty values with the name of a column replace that column.
     """
     form = _tables().findings[row]
     given = {key: value for key, value in values.items() if value and key in Finding.__struct_fields__}
@@ -79,7 +79,7 @@ def steps_of(name: str, /, **values: Any) -> list[str]:
 
 
 def fill_steps(templates: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield steps from their templates, without those of which a field is empty."""
+    """Yield the steps of templates, without steps that have an empty field."""
     for template in templates:
         condition = _IF.match(template)
         if condition and bool(values.get(condition[2])) == bool(condition[1]):
@@ -94,7 +94,7 @@ def fill_steps(templates: Iterable[str], values: Mapping[str, Any]) -> Iterator[
 
 
 def fill(template: str, values: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the text of a template of ``findings.yaml``, and whether it has something for each field."""
+    """Return the text of a template of ``findings.yaml``, and whether each field has a value or an alternative."""
     is_whole = True
 
     def part(match: re.Match[str]) -> str:

@@ -1,14 +1,14 @@
-"""Upstream's issues by which a failure is known already: ``knowledge/known_issues.yaml``.
+"""Matches a case with known issues of upstream, which are in ``knowledge/known_issues.yaml``.
 
-An entry is claimed where all of its conditions hold:
+An entry matches if all of its conditions hold:
 
-- ``error``: the pattern that an exception begins with (its class without the module, and its text), or that a line of
-  the log has where the entry names no frames;
-- ``frames``: patterns of places that the exception came through; of a hang (``hang: true``), in which a process
-  stands, or every rank (``all_ranks: true``);
+- ``error``: a pattern that matches the beginning of an exception (its class without the module, and its text), or any
+  part of a log line if the entry has no ``frames``;
+- ``frames``: patterns of places in the exception's traceback; with ``hang: true``, in the stacks of a process, or of
+  every rank (``all_ranks: true``);
 - ``arguments``: patterns of the server's arguments, such as ``--speculative-algorithm=EAGLE*``.
 
-A release from ``fixed_in`` on does not have the issue, nor one before ``since``.
+Releases before ``since``, and ``fixed_in`` and later ones, do not have the issue.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Line, Raised
 from sglang_crashkit.model.sample import Frame
 
-#: Of a text that is compared: an exception may quote a whole configuration.
+#: Most characters of a compared text: an exception may contain a whole configuration.
 _MAX_TEXT = 2000
-#: A frame in which a rank waits for the others.
+#: Matches a frame in which a rank waits for other ranks.
 _WAITS = re.compile(r"all_reduce|all_gather|broadcast")
 
 
 def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[dict[str, Any]]:
-    """Return the entries that a case shows, those with the most conditions first.
+    """Return the entries that match a case, those with the most conditions first.
 
-    Where it is judged to be a hang, entries of hangs count, by the stacks of the process that does not come back, or of
-    all where none is named: the others show nothing but that they wait for it.
+    Entries about hangs match only if the case is judged to be a hang: by the stacks of the process `who` that hangs, or
+    of all processes if `who` has no stacks. The stacks of the others only show that they wait for it.
     """
     raised = [error for event in case.events if isinstance(event, Raised) for error in event.chain]
     named = [f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}" for error in raised]
     errors = [(name, {*map(_place, error.frames)}) for name, error in zip(named, raised, strict=True)]
     told = (event for event in case.events if isinstance(event, Line) and event.level not in ("debug", "info"))
     lines = [line.text[:_MAX_TEXT] for line in told]
-    # Of thousands of ranks most stand in the same places.
+    # Most of thousands of ranks are in the same places, so equal stacks are converted once.
     places_of = functools.lru_cache(maxsize=None)(lambda frames: frozenset(map(_place, frames)))
     stood: dict[str | None, set[frozenset[str]]] = {}
     for process in case.processes.values():
@@ -64,7 +64,7 @@ def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[d
         if entry.get("hang"):
             found = [_are_in(frames, places) for places in stacks]
             if not is_alone and any(map(_WAITS.search, frames)):
-                return False  # a rank of another node may be the one to look at
+                return False  # the rank that hangs may be on another node
             return is_hang and any(found) and (all(found) or not entry.get("all_ranks"))
         pattern = re.compile(entry["error"])
         is_raised = any(pattern.match(line) and _are_in(frames, places) for line, places in errors)
@@ -75,17 +75,17 @@ def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[d
 
 
 def _are_in(patterns: Iterable[str], texts: Collection[str]) -> bool:
-    """Return whether each of the patterns (of `fnmatch`) is that of one of the texts."""
+    """Return whether each of the patterns (of `fnmatch`) matches one of the texts."""
     return all(any(fnmatchcase(text, pattern) for text in texts) for pattern in patterns)
 
 
 def _release_parts(release: str) -> tuple[int, ...]:
-    """Return the numbers of a release, which order it among others; empty where it is not known."""
+    """Return the numbers of a release as a sort key; empty if the release is not known."""
     return tuple(int(number) for number in re.findall(r"\d+", release.partition("+")[0]))
 
 
 def _place(frame: Frame) -> str:
-    # Without its line, folder and class: stacks name the class where the Python is new enough, tracebacks never do.
+    # Without the line, folder and class: only stacks of newer Python versions contain the class, tracebacks never do.
     return f"{frame.function.rpartition('.')[2]} ({frame.file.rpartition('/')[2]})"
 
 

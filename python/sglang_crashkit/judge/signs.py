@@ -1,4 +1,4 @@
-"""What the words of a log tell of a stall: watchdogs, health checks, time limits, and what goes on meanwhile."""
+"""Signs of a stall in the text of logs: watchdogs, health checks, time limits, and whether work continues."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Arguments, Collective, Event, Exit, Line, Raised, Stack, Stage
 
 _MAX_TEXT = 4000
-#: What comes within so many seconds of the end of the evidence goes on to its end.
+#: Activity within this many seconds of the end of the evidence counts as lasting to the end.
 _AT_THE_END = 60.0
-#: Seconds without a batch and an answer after which requests under way stand still: a long prompt takes less.
+#: Seconds without a batch or an answer after which requests in flight count as stuck; a long prompt takes less.
 _STANDS_S = 60.0
-#: Beyond the time limit that a health check names, so many seconds late say that the loop itself did not come round.
+#: A health check that fails this many seconds after its own time limit shows that the event loop was blocked.
 _LATE = 40.0
-#: So many transfers may be under way at any time.
+#: Up to this many KV transfers in flight are normal.
 _FEW_TRANSFERS = 8
 _HALF_HOUR, _DAY_S = 1800.0, 86400.0
 OTHER_SIDE = {"prefill": "decode", "decode": "prefill"}
@@ -31,7 +31,7 @@ _rows, _pattern = functools.partial(rows, "signs"), functools.partial(pattern, "
 
 
 class Sign(msgspec.Struct, frozen=True, kw_only=True):
-    """A line, or an exception's words, that says that somebody waited too long."""
+    """A log line, or the text of an exception, that matches a row of ``signs`` in ``signs.yaml``."""
 
     name: str
     text: str
@@ -47,20 +47,20 @@ class Signs(msgspec.Struct, kw_only=True):
     """All signs of a case, in order."""
 
     found: list[Sign]
-    where: Place | None = None  # of the first that says that something hangs
-    last_batch: float = 0.0  # when the last batch ran; 0.0 where none was seen or it has no time
-    last_answer: float = 0.0  # when the last request or health check was answered
-    is_hang: bool = False  # somebody waited too long, and it did not go on after that
-    is_alive: bool = False  # batches, answers or health checks go on to the end of the evidence, and it is no hang
-    stands_for: float = 0.0  # seconds for which requests have been under way and none has gone on; 0.0 where they do
-    is_unwell: bool = False  # the health check fails to the end, for longer than a start takes to answer it
+    where: Place | None = None  # of the first sign of a hang; None without one
+    last_batch: float = 0.0  # when the last batch ran; 0.0 if no batch was seen or its time is not known
+    last_answer: float = 0.0  # when the server last answered a request or a health check
+    is_hang: bool = False  # a process waited too long, and no batch ran after that
+    is_alive: bool = False  # batches, answers or health checks last to the end, and nothing hangs or failed
+    stands_for: float = 0.0  # seconds for which requests in flight made no progress; 0.0 if they make progress
+    is_unwell: bool = False  # the health check fails to the end, for longer than it may fail during a start
     was_ended: bool = False  # a watchdog or a time limit ended a process
-    batch: str = ""  # what the last batch was, and of which rank; empty without one
-    side: str = ""  # of a pair, whose that batch was
-    last_word: str = ""  # what a server that stands still said last, or was asked for, after its last batch
-    part: str | None = None  # the component that this speaks of
-    complaint: list[str] = []  # what somebody wrote beside the log: that it does not go on
-    told: list[str] = []  # the most telling of the lines, with their sources
+    batch: str = ""  # the last batch and its rank, in words; empty if there was no batch
+    side: str = ""  # the side of a pair (prefill or decode) that ran that batch
+    last_word: str = ""  # the last log line or control request after the last batch; empty without one
+    part: str | None = None  # the component that `last_word` names; else ``gpu`` if all GPUs are at full use
+    complaint: list[str] = []  # a report by a person, outside the server's log, that the server makes no progress
+    told: list[str] = []  # the first sign of a hang of each name, with its source
 
     def all(self, *names: str) -> list[Sign]:
         """Return the signs with these names."""
@@ -90,14 +90,14 @@ def read(case: Case) -> Signs:
     goes_on = signs.last_batch > 1.0 + max((_last_at(one.event) for one in hang), default=0.0)
     signs.was_ended = bool(ended) or (case.watched is not None and case.watched.is_ended)
     is_unanswered = bool(_probe(case)) and (case.is_started or 0 < signs.last_batch <= case.last_at)
-    # The stacks of an incident are looked at only where somebody waited too long.
+    # An incident's stacks are judged only after a process waited too long, so an incident counts as a hang.
     signs.is_hang = bool(ended) or (bool(hang) and not goes_on) or is_unanswered or case.watched is not None
-    # Stacks that somebody took after the last sign of life are no such sign.
+    # Stacks that were taken after the last sign of life do not show that the server still works.
     looked = max((event.place for event in case.events if isinstance(event, Stack) and not event.fatal), default=good)
     is_seen = len(batches) + len(answers) > 2 or case.is_started
     is_recent = goes_on or good[0] >= case.last_at - _AT_THE_END
     signs.last_word, is_begun = _last_word(case, max(batches), signs.where or (float("inf"), 0))
-    # GPUs that are all at full use in a hang run a kernel that waits, or does not end.
+    # If all GPUs are at full use in a hang, they run a kernel that waits or does not end.
     is_spinning = bool(case.gpus) and all(one.use >= 95.0 for one in case.gpus)
     signs.part = component_of(words=signs.last_word) or ("gpu" if is_spinning else None)
     prose = (one for one in case.events if isinstance(one, Line) and one.file not in case.logs and not case.watched)
@@ -115,7 +115,7 @@ def read(case: Case) -> Signs:
 
 
 def _last_batch(processes: Iterable[Process]) -> tuple[str, str]:
-    """Return what the last batch of some processes was, and of which side of a pair; empty without one."""
+    """Return the last batch of these processes in words, and its side of a pair; empty strings without a batch."""
     every = [(one, its) for its in processes for one in its.progress if one.kind in ("prefill", "decode")]
     if not every:
         return "", ""
@@ -125,38 +125,38 @@ def _last_batch(processes: Iterable[Process]) -> tuple[str, str]:
 
 
 def _stands_for(case: Case, *, is_begun: bool, least: float) -> float:
-    """Return for how many seconds requests are under way, no batch ran and none ended; 0.0 where it is not `least`.
+    """Return the seconds for which requests are in flight without a batch or an answer; 0.0 if fewer than `least`.
 
-    The main process alone may answer health checks all the while.
+    Answered health checks do not count: the main process may answer them by itself.
     """
     progress = case.progress
     work = [one for one in progress if one.kind in ("prefill", "decode")]
     last = max(work, key=lambda one: (one.last_at, one.last_order), default=None)
     if last is None or not last.last_at:
-        # Somebody has waited in vain for the first answer.
+        # With a complaint (`least` is 0), a started server that has answered no request counts as stuck.
         return 0.0 if least or not case.is_started or any(one.kind == "answer" for one in progress) else 0.1
     waiting = any(one.kind == "load" and one.queued for one in progress)
     asked = max((one for one in progress if one.kind == "control"), key=lambda one: one.last_at, default=None)
     if asked and asked.last_at >= last.last_at and re.match(r"/(?:pause|release)", asked.text) and not waiting:
-        return 0.0  # it was asked to make no batches, as while a trainer trains
+        return 0.0  # a request paused it, such as a trainer's during training
     answered, order = max(((one.last_at, one.last_order) for one in progress if one.kind == "answer"), default=(0.0, 0))
-    # The requests of a batch of new ones are not counted in its own line yet.
+    # The log line of a prefill batch does not count that batch's new requests as running.
     is_busy = last.running > 0 or last.queued > 0 or last.kind == "prefill"
     is_idle = bool(least and case.gpus) and not any(one.use for one in case.gpus)
-    # A stream is answered before it ends: the order within a second tells only where somebody complains.
+    # A streamed answer is logged before it ends; the order within one second counts only with a complaint.
     is_open = answered < last.last_at or (not least and (answered, order) < (last.last_at, last.last_order))
     if not (waiting or is_begun or (is_busy and not is_idle and is_open)):
         return 0.0
-    # By the clock of its own log: that of stacks or of another host need not agree with it.
+    # Only times of the same log are compared: the clocks of stacks or of another host may differ.
     own = [event for event in case.events if event.file == last.file]
     if any(isinstance(event, Arguments) and event.values and event.order > last.last_order for event in own):
-        return 0.0  # it was started anew
+        return 0.0  # the server was restarted
     silent = max(map(_last_at, own)) - max(last.last_at, answered)
     return max(silent, 0.1) if silent >= least else 0.0
 
 
 def _last_word(case: Case, batch: Place, end: Place) -> tuple[str, bool]:
-    """Return what a server said last, or was asked for, from a batch to an end, and whether something began by that."""
+    """Return the last own log line or control request from `batch` to `end`, and whether it begins an operation."""
     progress = case.progress
     found = [((one.last_at, one.last_order), one.text) for one in progress if one.kind == "control"]
     logs = {one.file for one in progress or case.events}
@@ -168,7 +168,7 @@ def _last_word(case: Case, batch: Place, end: Place) -> tuple[str, bool]:
 
 
 def _failed_after(case: Case, good: Place, batch: Place) -> bool:
-    """Return whether something went wrong after the last sign of life; after a process's end only a batch is one."""
+    """Return whether a failure follows the last sign of life; after a process's end only a batch is such a sign."""
     for event in reversed(case.events):
         if event.at and event.place < batch:
             return False
@@ -208,18 +208,18 @@ def _is_soft(sign: Sign) -> bool:
 
 
 def _probe(case: Case) -> str:
-    """Return the event of a probe that failed; empty where somebody asked by hand and was answered."""
+    """Return the event of a failed probe; empty without one, or if a manual request was answered."""
     if any(_pattern("answered").search(one.text) for one in case.events if isinstance(one, Line)):
         return ""
     failed = _pattern("probe_when_ready" if case.is_started else "probe")
     return next((note for one in case.containers for note in one.notes if failed.search(note)), "")
 
 
-# -- what they tell
+# -- findings from log lines alone
 
 
 def judge(signs: Signs, case: Case) -> list[Finding]:
-    """Return what words of a log tell by themselves."""
+    """Return the findings that log lines support by themselves."""
     rules = (_sizes, _gpus, _recorders, _late_health, _exchange, _lost_peer, _transfers)
     return [found for rule in rules if (found := rule(signs, case)) is not None]
 
@@ -248,7 +248,7 @@ def _sizes(signs: Signs, case: Case) -> Finding | None:
 
 
 def _gpus(signs: Signs, case: Case) -> Finding | None:
-    """Return which GPU runs another kernel than those that wait for it, where a debugger saw several."""
+    """Return which GPUs run another kernel while the rest wait for them, if a debugger listed the kernels."""
     seen = [one for one in reversed(case.gpu_kernels) if one.device >= 0 and one.name and not one.exception]
     devices = {one.device: one.name for one in seen}  # the first of each
     waiting = [device for device, name in devices.items() if kernel_of(name)[0] in load("signs")["exchanges"]]
@@ -268,9 +268,9 @@ def _gpus(signs: Signs, case: Case) -> Finding | None:
 
 
 def _recorders(signs: Signs, case: Case) -> Finding | None:
-    """Return what the last operations of the ranks tell, by flight recorders or by the watchdog of NCCL or gloo."""
+    """Compare the last collectives of the ranks, by flight recorders or by the watchdog of NCCL or gloo."""
     last: dict[str, dict[int, Collective]] = {one.group: {} for one in case.collectives}
-    # Of what is not finished the first counts, which the rank waits in; else the last that is.
+    # A rank waits in its first unfinished operation; if all are finished, the last one counts.
     for one in sorted(case.collectives, key=lambda one: 1e18 - one.number if one.state == "completed" else one.number):
         last[one.group].setdefault(one.rank, one)
     for name, by_rank in last.items():
@@ -295,7 +295,7 @@ def _recorders(signs: Signs, case: Case) -> Finding | None:
     layout = topology.topology_of(case)
     missing = sorted(set(range(layout.tp)) - set(reports)) if reports and layout.pp == 1 else []
     nodes = layout.unseen_nodes
-    # At a start, a rank that compiles longer than the others wait keeps them.
+    # During a start, a rank that compiles for longer than the others' time limit makes them time out.
     busy = [one for one in signs.all("compile") if one.who and signs.last_batch < one.event.at <= found[0].event.at]
     late = busy[-1].who if busy else f"TP{missing[0]}" if len(missing) == 1 and not nodes else None
     part = component_of(words=busy[-1].text) if busy else _part_of_errors(case.processes.values())
@@ -311,14 +311,14 @@ def _recorders(signs: Signs, case: Case) -> Finding | None:
 
 
 def _late_health(signs: Signs, _case: Case) -> Finding | None:
-    """Return that the main process's event loop did not come round, where a health check's end came far too late."""
+    """Report a blocked event loop of the main process if a health check ended long after its time limit."""
     for sign in signs.all("health"):
         began = _pattern("tic").search(sign.text)
         if began is None or not sign.event.at:
             continue
         hours, minutes, seconds = (int(one) for one in began.groups())
         lag = (sign.event.at - (3600 * hours + 60 * minutes + seconds)) % 86400.0
-        # What is off by half hours is another time zone, and a beginning right after the line another clock.
+        # A difference of whole half hours is another time zone; a beginning shortly after the line is another clock.
         if float(sign.groups[0] or 0) + _LATE < lag % _HALF_HOUR < _HALF_HOUR - 3 * _LATE:
             late = f"{(lag % _HALF_HOUR if lag > 43200 else lag) / 60:.0f}"
             return finding_of("late_health", sign.event.place, _quote(sign), late=late, began=":".join(began.groups()))
@@ -326,7 +326,7 @@ def _late_health(signs: Signs, _case: Case) -> Finding | None:
 
 
 def _exchange(signs: Signs, _case: Case) -> Finding | None:
-    """Return who kept the others waiting where an exchange between GPUs ran into its time limit."""
+    """Return which rank the others waited for when an exchange between GPUs reached its time limit."""
     if not (found := signs.all("exchange")):
         return None
     compiling = [one for one in signs.all("compile") if one.event.at <= _last_at(found[-1].event)]
@@ -353,13 +353,13 @@ def _lost_peer(signs: Signs, case: Case) -> Finding | None:
 
 
 def _transfers(signs: Signs, case: Case) -> Finding | None:
-    """Return that KV transfers ran into their time limit, or stand still: for a minute none ended of more than run."""
+    """Report KV transfers that timed out, or many more than running requests, none of which ended for a minute."""
     if signs.all("lost_prefill"):
         return None
     if found := signs.all("transfer_timeout"):
         side = topology.topology_of(case, found[0].process.side).side
         return finding_of("transfer_timeout", found[0].event.place, _quote(*found[:3]), who=OTHER_SIDE.get(side))
-    # A prefill server runs none, and its queue grows for other reasons, too, so that there somebody has to complain.
+    # A prefill server runs no requests, and its queue also grows for other reasons: it counts only with a complaint.
     least = dict.fromkeys(("decode", "prefill"), _STANDS_S / 3) if signs.complaint else {"decode": _STANDS_S}
     for process in case.processes.values():
         for one in process.progress:
@@ -373,11 +373,11 @@ def _transfers(signs: Signs, case: Case) -> Finding | None:
     return None
 
 
-# -- where nothing else tells
+# -- findings if neither stacks nor the rules above explain the case
 
 
 def judge_silence(signs: Signs, case: Case) -> list[Finding]:
-    """Return what is known of a server that does not go on, or that does, where neither stacks nor words tell more."""
+    """Return the finding about a server that stopped, or still serves, if neither stacks nor log lines explain more."""
     for rule in (_watchdogs, _health, _standing, _starting):
         if (found := rule(signs, case)) is not None:
             return [found]
@@ -385,12 +385,12 @@ def judge_silence(signs: Signs, case: Case) -> list[Finding]:
 
 
 def end_of(case: Case) -> Place:
-    """Return the place of the last that a case has."""
+    """Return the place of the last event of a case."""
     return case.last_at, max((one.order for one in case.events), default=0)
 
 
 def _standing(signs: Signs, case: Case) -> Finding | None:
-    """Return that requests do not go on while the server answers its health check, where nothing else tells."""
+    """Report requests that make no progress, if the server neither failed nor was asked to stop."""
     is_asked = any(one.place >= (signs.last_batch, 0) for one in case.stops)
     if not signs.stands_for or is_asked or _failed_after(case, (signs.last_batch, 0), (0.0, 0)):
         return None
@@ -412,7 +412,7 @@ def silence_of(signs: Signs, case: Case) -> dict[str, Any]:
 
 
 def _starting(signs: Signs, case: Case) -> Finding | None:
-    """Return where a server stands that was not seen to get ready, and whether that takes too long."""
+    """Return the start stage of a server that no event shows ready, and whether the stage takes too long."""
     stages = load("signs")["stages"]
     order = list(stages)
     places: dict[str, list[str]] = {}
@@ -420,7 +420,7 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     known = [one for one in case.processes.values() if one.stages and one.stages[-1].name in stages]
     begun = {one.stages[-1].name for one in known if not one.stages[-1].is_done}
     serves_http = any(isinstance(one, Stage) and one.name == "http" for one in case.events)
-    # What stands without a name is of one of the ranks.
+    # Stages of unnamed processes belong to one of the ranks, so they count only if no rank has a stage.
     for process in [one for one in known if one.ranks] or known:
         name = process.stages[-1].name
         if process.stages[-1].is_done and order.index(name) + 1 < len(order):
@@ -430,16 +430,16 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
         last = max(last, process.stages[-1].at)
     if case.is_started or signs.last_batch or not places:
         return None
-    # Not every rank says each stage, so that the least of them tells nothing.
+    # Not every rank logs each stage, so the stage of most processes counts, not the earliest.
     stage = max(places, key=lambda name: (len(places[name]), order.index(name)))
     part, patience = stages[stage]["component"], stages[stage]["patience"]
     told = "; ".join(f"{topology.name_ranks(who)}: {stages[name]['words']}" for name, who in places.items())
     probe = _probe(case)
     if probe and any("will be restarted" in note for one in case.containers for note in one.notes):
         return finding_of("probe_at_start", (last, 0), [probe[:200]], component=part, told=told)
-    stands = case.last_at - last if last and case.last_at - last < _DAY_S else 0.0  # more is another clock
+    stands = case.last_at - last if last and case.last_at - last < _DAY_S else 0.0  # longer: two different clocks
     if probe and (over := _pattern("over").search(probe)):
-        # What Kubernetes counts goes on after the last line.
+        # Kubernetes counts failed probes beyond the last line of the log.
         hours, minutes = (int(one or 0) for one in over.groups())
         stands = max(stands, 3600.0 * hours + 60.0 * minutes - (last - case.first_at))
     if stands < patience and not signs.complaint:
@@ -513,6 +513,6 @@ def kernels_of(case: Case) -> list[str]:
 
 
 def kernel_of(name: str) -> tuple[str | None, list[str]]:
-    """Return the component that a kernel on the GPU is of, and what to do about it where it does not end."""
+    """Return the component of a GPU kernel, and the next steps if the kernel does not end."""
     part = next((row["component"] for row in _rows("gpu_kernels") if row["pattern"].search(name)), None)
     return part, steps_of("kernel", **{part or "": True})

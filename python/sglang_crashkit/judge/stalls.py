@@ -1,10 +1,10 @@
-"""What does not come back: hangs and slowness, and the calm states that look like them.
+"""Stalls: hangs and slowness, and the calm states that look like them.
 
-Two kinds of evidence: stacks, which say where each process stands (`_judge_stacks`), and words of a log, which say who
-waited too long, and what goes on meanwhile (`signs`). Who is named: of a group, the members that are elsewhere while
-the others wait; of a pipeline, the upstream-most stage that waits for no stage before it; of an update of weights, the
-trainer; of a pair, the other side; of several nodes, those that are not seen. Where all are in the same wait, no rank
-is named.
+The evidence is of two kinds: stacks show where each process is (`_judge_stacks`), and log lines show which process
+waited too long and whether work continues (`signs`). A finding names, in a group, the members that are elsewhere while
+the others wait; in a pipeline, the upstream-most stage that waits for no stage before it; in a weight update, the
+trainer; in a pair, the other side; with several nodes, the nodes without evidence. If all ranks are in the same wait,
+it names no rank.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from sglang_crashkit.model.event import Stack
 from sglang_crashkit.model.sample import Frame
 
 _Key = TypeVar("_Key")
-#: Share of a CPU below which a process that wants to run is starved, and above which one that waits works in between.
+#: Shares of a CPU: a runnable process below the first is starved; a waiting one above it works, below the second rests.
 _STARVED, _RESTS = 0.1, 0.05
-#: Seconds for one shard of the weights by which they come slowly.
+#: Seconds per shard of the weights from which loading counts as slow.
 _SLOW = 30.0
 _MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
 _TELLING_ALONE = frozenset({"file", "compile", "build_lock", "driver", "collective"})
 _UPDATES = frozenset({"weights", "pause"})
 _HELD = frozenset({"stopped_process", "starved_process", "stuck_in_kernel", "slow_storage"})
-#: What a rank does between batches, or at any of them, wherever in the model it is.
+#: The purposes of a rank that prepares or runs a batch, wherever in the model it is.
 _AT_A_BATCH = frozenset({"batch", "speculative", "sampling", "graphs", "schedule", "warmup"})
 
 
 class Member(msgspec.Struct, kw_only=True):
-    """One process, and what its samples show, in order of time."""
+    """One process and its samples, in order of time, with the activity that each shows."""
 
     process: Process
     name: str
@@ -57,22 +57,22 @@ class Member(msgspec.Struct, kw_only=True):
     stacks: list[Stack]
     activities: list[Activity]
     frames: list[tuple[Frame, ...]]
-    is_on_cpu: bool = False  # its collectives are such as sleep
+    is_on_cpu: bool = False  # its collectives run on the CPU, and sleep while they wait
 
     @property
     def last(self) -> Activity:
-        """What it did last, in a sample that shows anything."""
+        """Its activity in the last sample that shows one."""
         return next((one for one in reversed(self.activities) if one.kind != "unknown"), self.activities[-1])
 
     @property
     def server(self) -> str:
-        """What tells its server from others of the same side; empty where that is not known."""
+        """A key that distinguishes its server from others of the same side; empty if it is not known."""
         sample = self.stacks[-1].sample
         return sample.rendezvous or (f"{sample.host} {sample.server}" if sample.server else "")
 
     @property
     def is_moving(self) -> bool:
-        """Whether its samples show different functions, or the same wait with too much work in between."""
+        """Whether its samples show different functions, or the same wait but too much CPU time for a wait."""
         works = self.is_on_cpu and self.last.waits == "ranks" and self.cpu_share > _STARVED
         return works or len({_path(each) for each in self.frames if each}) > 1
 
@@ -85,12 +85,12 @@ class Member(msgspec.Struct, kw_only=True):
 
     @property
     def goes_on(self) -> bool:
-        """Whether its samples show that it comes round in its loop."""
+        """Whether its samples show that its loop still runs."""
         return self.is_moving and (self.common is None or not is_own(self.common) or is_loop(self.common))
 
     @property
     def came_through(self) -> bool:
-        """Whether it was in a collective that needs all ranks of its group, and was elsewhere in the next sample."""
+        """Whether it left a collective that needs all ranks of its group between two samples."""
         steps = itertools.pairwise(zip(self.activities, map(_path, self.frames), strict=True))
         return any(one.needs_all and path != after and after for (one, path), (_next, after) in steps)
 
@@ -101,10 +101,10 @@ class Member(msgspec.Struct, kw_only=True):
 
     @property
     def cpu_share(self) -> float:
-        """Share of a CPU that it got between its first and its last sample; below 0 where that is not known."""
+        """Share of a CPU that it got between its first and its last sample; below 0 if not known."""
         first, last = self.stacks[0].sample, self.stacks[-1].sample
         seconds = last.time - first.time
-        # In a shorter time no clock tick may fall.
+        # A shorter time may contain no clock tick.
         return (last.cpu_secs - first.cpu_secs) / seconds if seconds >= 1.0 and last.cpu_secs > 0 else -1.0
 
 
@@ -113,16 +113,16 @@ def _path(frames: Iterable[Frame]) -> tuple[tuple[str, str], ...]:
 
 
 class Scene(msgspec.Struct, kw_only=True):
-    """A case, as this module asks of it."""
+    """A case, prepared for this module."""
 
     case: Case
     members: list[Member]
     signs: signs.Signs
-    where: Place  # of the first sign that something does not go on
+    where: Place  # of the first sign of a hang, else the end of the case
 
 
 def find_stalls(case: Case) -> list[Finding]:
-    """Return what explains that a process makes no progress, and the calm states that look like it."""
+    """Return findings about processes without progress, and about calm states that look like it."""
     read = signs.read(case)
     if case.watched is not None and not case.watched.is_hang and not watched.waited_in_vain(case):
         return [*watched.compare(case), *watched.conclude(case), *signs.judge(read, case)]
@@ -133,7 +133,7 @@ def find_stalls(case: Case) -> list[Finding]:
     if not any(_tells(one, case) for one in found):
         found += watched.conclude(case, scene.where) if case.watched else signs.judge_silence(scene.signs, case)
     for one in found:
-        # A wait that everybody passes says nothing of its part; nor does what the kernel holds.
+        # A wait that all ranks share does not show that its component failed; nor does a process held by the kernel.
         step = way_out(one.component, case.arguments, is_seen=one.kind != "symmetric_stall")
         if one.weight >= 60 and one.kind not in _HELD and step:
             one.next.insert(2, step)
@@ -141,18 +141,18 @@ def find_stalls(case: Case) -> list[Finding]:
 
 
 def _tells(finding: Finding, case: Case) -> bool:
-    """Return whether nothing else is asked: that ranks are at work explains a silence that the handler noticed."""
+    """Return whether a finding suffices; ranks at work explain a silence that the crash handler noticed."""
     return finding.weight >= TELLING or (case.watched is not None and finding.kind == "busy")
 
 
 def _members(case: Case) -> list[Member]:
-    """Return the processes with stacks; samples of one process that several files hold come together."""
+    """Return the processes with stacks; samples of one process in several files are merged."""
     found: dict[tuple[object, ...], list[tuple[Process, Stack]]] = {}
-    # Not every tool says which rank a process is.
+    # Not every tool names the rank of a process: find it by host and pid.
     ranked = (one for one in case.schedulers if one.ranks)
     known = {(stack.sample.host, stack.sample.pid): one for one in ranked for stack in one.stacks}
     for seen_in in case.processes.values():
-        # What a process was in when it died tells nothing of a hang.
+        # The stack with which a process died shows nothing about a hang.
         for stack in () if any(one.fatal for one in seen_in.stacks) else seen_in.stacks:
             sample = stack.sample
             process = (known.get((sample.host, sample.pid)) if sample.pid else None) or seen_in
@@ -192,7 +192,7 @@ def _members(case: Case) -> list[Member]:
     return members
 
 
-# -- what stacks tell
+# -- findings from stacks
 
 
 def _judge_stacks(scene: Scene) -> list[Finding]:
@@ -214,7 +214,7 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
     for (side, _server), some in _by(ranks, lambda one: (one.process.side, one.server)).items():
         found += _judge_ranks(scene, side, some)
     if not found or (found[0].who is None and found[0].kind != "rank_divergence"):
-        # The stacks name no rank and show no divergence, so ask the flight recorders who is behind.
+        # The stacks name no rank and show no divergence, so ask the flight recorders which rank is behind.
         found = watched.compare_waits(scene.case, scene.where) or found
     if any(_tells(one, scene.case) for one in found):
         return found
@@ -222,7 +222,7 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
 
 
 def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
-    """Return what the kernel's state of a process says by itself."""
+    """Return a finding if the kernel's state of a process explains the case by itself."""
     important = [one for one in members if one.role not in ("router", "encoder", "trainer")]
     row, steps = "", []
     if named := [one for one in important if one.last.kind in ("stopped", "traced")]:
@@ -234,13 +234,13 @@ def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
     elif named := [one for one in important if one.role and one.last.kind == "dead" and one.stacks[1:]]:
         row = "gone"
     elif named := [one for one in important if 0.0 <= one.cpu_share < _STARVED
-                   # In a sample its main thread may wait for a thread of its own that is starved, too.
+                   # Most samples suffice: in others its main thread may wait for a starved thread of its own.
                    and 2 * sum(stack.sample.state == "R" for stack in one.stacks) > len(one.stacks)][:1]:  # fmt: skip
         row = "starved"
-    # What the rest of the front end does meanwhile tells nothing.
+    # Other processes of the front end are left out: their activities show nothing about the cause.
     group = [one for one in members if one.role == "scheduler"]
     group += [one for one in named if one not in group]
-    # A healthy process is in uninterruptible sleep for a moment now and then.
+    # One sample proves nothing: a healthy process is in uninterruptible sleep for a moment now and then.
     level = "established" if row.endswith("in_kernel") and len(named[0].activities) > 1 else None
     return _finding(scene, row, named, group, steps=steps, level=level) if named else None
 
@@ -262,12 +262,12 @@ def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Fin
 
 
 def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member]) -> Finding | None:
-    """Blame the members of a group that are in no collective or GPU wait while the others are.
+    """Name the members of a group that are in no collective or GPU wait while the others are.
 
-    Returns None where they wait for requests, or nothing is seen.
+    Returns None if they wait for requests, or if the samples show no activity.
     """
     is_awake = any(one.last.kind in ("idle", "socket", "own", "gil") for one in group)
-    # The first rank gets the requests: where it waits in the broadcast too, others have not come to it.
+    # The first rank sends the requests to the others: if it waits in the broadcast too, another rank has not joined.
     is_calm = scene.signs.is_alive or len(group) == 1 or all(one.process.ranks.get("tp", 0) != 0 for one in group)
     if all(one.last.is_for_requests for one in group) and (is_awake or (is_calm and not scene.signs.is_hang)):
         return None
@@ -291,7 +291,7 @@ def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member
         return _none_waits(scene, awaited, group)
     first = awaited[0].last
     if scene.signs.is_alive and not first.is_work:
-        return None  # what one look at a server that serves shows
+        return None  # a single sample of a server at work looks like this
     if first.is_work and (not scene.signs.was_ended or first.kind == "weight_load"):
         return _at_work(scene, awaited, group)
     if first.kind in ("storage", "http", "transfer"):
@@ -301,7 +301,7 @@ def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member
 
 
 def _none_waits(scene: Scene, members: Sequence[Member], group: Sequence[Member] | None = None) -> Finding | None:
-    """Return what is said of ranks none of which waits for another."""
+    """Return a finding about ranks that do not wait for each other."""
     group = group or members
     kinds = _by(members, lambda one: one.last.kind)
     kind, most = max(kinds.items(), key=lambda item: len(item[1]))
@@ -340,7 +340,7 @@ def _own_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) 
 
 
 def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) -> Finding | None:
-    """Return what is said of a group all of which wait for another rank or for their GPU."""
+    """Return a finding about a group in which every rank waits for another rank or for its GPU."""
     on_gpu = [one for one in group if one.last.waits == "gpu"]
     on_host = [one for one in group if one.last.waits == "ranks"]
     if on_gpu:
@@ -357,7 +357,7 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
         few = min(calls.values(), key=len)
         named = few if len(few) == 1 and len(group) > 2 and len(calls) == 2 else []
         is_batch = any(one.last.purpose in _AT_A_BATCH for one in group)
-        # Neither a batch nor new requests have a barrier.
+        # Neither a batch nor the exchange of new requests contains a barrier.
         is_requests = any(one.last.is_for_requests and one.last.operation != "barrier" for one in group)
         kind = "rank_divergence" if is_batch and is_requests else None
         return _branched(scene, "different_calls", named, group, kind=kind)
@@ -400,9 +400,9 @@ def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
 
 
 def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[Member]) -> Finding | None:
-    """Return what is said of a pipeline, some of whose stages wait for another."""
+    """Return a finding about a pipeline in which a stage waits for another stage."""
     stages = _by(members, lambda one: one.process.ranks.get("pp", 0))
-    # One that sends waits for the next stage, one that receives for the stage before it.
+    # A stage that sends waits for the next stage; a stage that receives waits for the stage before it.
     steps = {"send": 1, "recv": -1}
     waits: dict[int, set[int]] = {}
     for stage, group in stages.items():
@@ -412,7 +412,7 @@ def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[M
     if all(one.last.is_for_requests or one.last.purpose == "transfers" for one in members) and not scene.signs.is_hang:
         return None
     awaited = {other for others in waits.values() for other in others}
-    # The upstream-most that wait for no other: of a ring none does, and all are looked at.
+    # The stages that wait for no other, upstream first; in a ring every stage waits, so all of them are candidates.
     free = [stage for stage, others in sorted(waits.items()) if not others]
     roots = [stage for stage in free if stage in awaited] or free or sorted(waits)
     unseen = sorted(awaited - set(stages))
@@ -426,7 +426,7 @@ def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[M
     busy = [one for one in stages[roots[0]] if one.last.kind != "p2p"]
     found_in = _judge_group(scene, layout, busy)
     if found_in is None or found_in.kind in ("symmetric_stall", "rank_divergence", "collective_mismatch"):
-        # A combination that the release does not support fails again.
+        # Not every release supports pipelines with DP attention; without support it fails again.
         different.restart = "no" if layout.is_dp_attention else "yes"
         return different
     found_in.who, found_in.headline = found_in.who or f"PP{roots[0]}", _standing(members)
@@ -449,7 +449,7 @@ def _at_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -
 
 
 def _waits_for_a_program(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
-    """Return what is said of ranks that wait for another program: a store, the other side of a pair, a hub."""
+    """Return a finding about ranks that wait for another program: a store, the other side of a pair, a hub."""
     first = members[0]
     other = signs.OTHER_SIDE.get(_side(scene, members))
     if other and any("disaggregation" in frame.file for frame in first.frames[-1]):
@@ -460,14 +460,14 @@ def _waits_for_a_program(scene: Scene, members: Sequence[Member], group: Sequenc
 
 
 def _side(scene: Scene, members: Sequence[Member]) -> str:
-    """Return the side of a pair that ranks are of, by their stacks where the arguments do not say."""
+    """Return the side of a pair that ranks belong to, by their stacks if the arguments do not name it."""
     known = members[0].process.side or topology.topology_of(scene.case).side
     functions = " ".join(frame.function for frame in members[0].frames[-1])
     return known or next((side for side in signs.OTHER_SIDE if f"disagg_{side}" in functions), "")
 
 
 def _judge_beside(scene: Scene, members: Sequence[Member]) -> list[Finding]:
-    """Return what is said of the front end and the detokenizer, where the ranks are not what hangs."""
+    """Return a finding about the front end or the detokenizer, if the ranks are not the processes that hang."""
     for one in members:
         comes_round = one.is_moving and any(activity.kind == "idle" for activity in one.activities)
         is_passing = scene.signs.is_alive and (one.is_moving or len(one.frames) < 2)
@@ -489,7 +489,7 @@ def _judge_beside(scene: Scene, members: Sequence[Member]) -> list[Finding]:
 
 
 def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
-    """Return that nothing hangs, where ranks wait for requests or move."""
+    """Return a finding if ranks only wait for requests or move: that nothing hangs, or that no work reaches them."""
     ranks = [one for one in members if one.role == "scheduler"]
     if not ranks or any(one.last.kind in ("unknown", "dead") for one in ranks):
         return []
@@ -511,11 +511,11 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     return [_finding(scene, row, [], members, ranks=_who(ranks), other=other)]
 
 
-# -- in words
+# -- findings and their text
 
 
 def _finding(scene: Scene, row: str, named: Sequence[Member], group: Sequence[Member], **values: Any) -> Finding:
-    """Return a finding of a group, with what each of it does; by its headline where everybody stands."""
+    """Return a finding with the activities of a group as evidence, and as its headline if the row has none."""
     subject = named or group
     because = [f"{_told(some)} ({some[0].stacks[-1].source or 'stacks'})" for some in _alike(group)][:_MAX_BECAUSE]
     defaults: dict[str, Any] = {
@@ -540,7 +540,7 @@ def _component(members: Sequence[Member]) -> str | None:
     for one in members:
         frames = one.frames[-1]
         if one.last.waits in ("ranks", "gpu") and one.last.place in frames:
-            # Who made the call tells more than what passes it on.
+            # The caller tells more than the wrappers that pass the call on.
             frames = frames[frames.index(one.last.place) :]
         if found := component_of(frames):
             return found
@@ -552,12 +552,12 @@ def _who(members: Sequence[Member]) -> str:
 
 
 def _alike(members: Sequence[Member]) -> list[list[Member]]:
-    """Return the members by what they do, the fewest first."""
+    """Return the members grouped by activity, the smallest group first."""
     return sorted(_by(members, lambda one: one.last.words).values(), key=len)
 
 
 def _told(members: Sequence[Member]) -> str:
-    """Return who does what, of members that do the same, as a sentence without a full stop; several kinds shortened."""
+    """Return members and their activities as text without a full stop; beyond `_MAX_TOLD` groups only their number."""
     plurals, groups = load("activities")["plurals"], _alike(members)
     parts = []
     for some in groups[:_MAX_TOLD]:
@@ -573,7 +573,7 @@ def _told(members: Sequence[Member]) -> str:
 
 
 def _standing(group: Sequence[Member], named: Sequence[Member] = ()) -> str:
-    """Return where everybody stands, those that are named first."""
+    """Return the activities of a group as text, the named members first."""
     if not named:
         return _told(group)[:_MAX_HEADLINE]
     others = [one for one in group if one not in named]
@@ -588,10 +588,10 @@ def _by(members: Iterable[Member], key: Callable[[Member], _Key]) -> dict[_Key, 
 
 
 def _call(member: Member) -> tuple[str, str]:
-    """Return what is equal for ranks that are in the same wait."""
+    """Return a key that is equal for ranks in the same wait."""
     activity = member.last
     if activity.purpose in _AT_A_BATCH:
-        # Where ranks are in a batch differs, as their GPUs work on; no batch has a barrier.
+        # Ranks may be at different places of a batch while their GPUs work; no batch contains a barrier.
         return activity.operation if activity.operation == "barrier" else "", "batch"
     frame = activity.place or activity.leaf
     return activity.operation or activity.kind, activity.purpose or (bare(frame.function) if frame else "")

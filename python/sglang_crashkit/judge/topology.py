@@ -1,4 +1,4 @@
-"""Which ranks there are by the arguments, which of them are seen, and who waits for whom."""
+"""The ranks of a server by its arguments, which of them work together, and which the evidence shows."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from sglang_crashkit.model.case import Case, Process
 
 _MAX_NAMED = 4
 _MAX_SIZE = 1 << 20
-#: Of a larger server most ranks may be without a stack.
+#: Most ranks of a larger server may have no stack.
 _SMALL = 64
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
 class Topology(msgspec.Struct, kw_only=True):
-    """The ranks of one server, as far as its arguments, or what is seen of it, tell; sizes are 1 where not known."""
+    """The ranks of one server, by its arguments or by the ranks that the evidence shows; unknown sizes are 1."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     nodes: int = 1
-    is_dp_attention: bool = False  # its data-parallel ranks are ranks of tensor parallelism, and work together
-    side: str = ""  # ``prefill`` or ``decode``; empty where it is no half of a pair
+    is_dp_attention: bool = False  # its DP ranks are also TP ranks, and work together
+    side: str = ""  # ``prefill`` or ``decode``; empty if the server is not half of a pair
     is_known: bool = False  # the sizes come from arguments
-    seen: list[Mapping[str, int]] = []  # the ranks of which anything is seen
+    seen: list[Mapping[str, int]] = []  # the ranks in the evidence
 
     @property
     def ranks(self) -> int:
-        """How many schedulers it has."""
+        """The number of schedulers."""
         return self.tp * self.pp * (1 if self.is_dp_attention else self.dp)
 
     @property
     def unseen_nodes(self) -> list[int]:
-        """The nodes, counted from 0, of which no rank is seen."""
+        """The nodes, counted from 0, without a rank in the evidence."""
         per_stage = max(self.nodes // self.pp, 1)
-        stages, size = max(self.pp // self.nodes, 1), max(self.tp // per_stage, 1)  # of a node
+        stages, size = max(self.pp // self.nodes, 1), max(self.tp // per_stage, 1)  # per node
         there = {one.get("pp", 0) // stages * per_stage + one.get("tp", 0) // size for one in self.seen}
         return [node for node in range(self.nodes) if node not in there] if self.nodes > 1 else []
 
     def group_of(self, ranks: Mapping[str, int]) -> tuple[int, int]:
-        """Return what those have in common that work together: the replica and the pipeline stage."""
+        """Return the group of a rank, within which ranks work together: its replica and its pipeline stage."""
         return 0 if self.is_dp_attention else ranks.get("dp", 0), ranks.get("pp", 0)
 
 
 def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]] | None = None) -> Topology:
-    """Return the topology of the server of one side (empty where there is one), by its arguments and the ranks seen.
+    """Return the topology of the server of a side (empty: of the only server), by its arguments and ranks.
 
-    `members` are the ranks of the schedulers that are seen; without them those of all.
+    `members` are the ranks of its schedulers in the evidence; None for all schedulers of the case.
     """
     all_arguments = [one for one in case.servers if one.values]
     own = [one for one in all_arguments if side and _side(one.values, one.side) == side]
@@ -68,13 +68,13 @@ def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]]
     )
     seen = sorted({ranks["tp"] for ranks in known.seen if "tp" in ranks})
     if not known.is_known and seen and seen[0] % len(seen) == 0 and seen == list(range(seen[0], seen[0] + len(seen))):
-        # A log of one node has as many ranks as each node before it.
+        # The log shows one node, and every node before it has as many ranks.
         known.nodes = max(known.nodes, (seen[-1] + 1) // len(seen)) if len(seen) > 1 else known.nodes
     for ranks in known.seen:
         for axis in long_names:
             setattr(known, axis, min(_MAX_SIZE, max(getattr(known, axis), ranks.get(axis, 0) + 1)))
     if known.dp > 1 and not known.is_dp_attention:
-        # With attention in parallel, ranks of tensor parallelism are numbered across the replicas.
+        # With DP attention, TP ranks are numbered across the replicas.
         places = {(ranks.get("dp", 0), ranks.get("tp", 0)) for ranks in known.seen}
         replicas, numbers = {dp for dp, _ in places}, {tp for _, tp in places}
         known.is_dp_attention = len(replicas) > 1 and len(places) == len(numbers)
@@ -95,7 +95,7 @@ def _side(values: Mapping[str, Any], said: str) -> str:
 
 
 def unseen_ranks(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[str]:
-    """Return the names of the ranks by the arguments of which nothing is seen, by stage and tensor parallelism."""
+    """Return the names of the ranks, by PP and TP, that the arguments imply and the evidence does not show."""
     if not topology.is_known or topology.ranks > _SMALL:
         return []
     there = {(one.get("pp", 0), one.get("tp", 0)) for one in seen}
@@ -104,12 +104,12 @@ def unseen_ranks(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[
 
 
 def name_nodes(nodes: Sequence[int]) -> str:
-    """Return nodes as a short name: ``node 1``, ``nodes 1, 2 and 3``; empty without any."""
+    """Return a short name of nodes: ``node 1``, ``nodes 1, 2 and 3``; empty without nodes."""
     return f"node{'s' * (len(nodes) > 1)} {name_some([*map(str, nodes)], _MAX_NAMED)}" if nodes else ""
 
 
 def name_ranks(names: Sequence[str]) -> str:
-    """Return who they are as part of a sentence; of many of one kind their numbers: ``8 ranks (TP0-7)``."""
+    """Return the names of ranks as part of a sentence; many TP ranks as a range: ``8 ranks (TP0-7)``."""
     if len(names) <= _MAX_NAMED:
         return name_some(names) if names else ""
     numbers = [int(name[2:]) for name in names if re.fullmatch(r"TP\d{1,6}", name)]
@@ -118,7 +118,7 @@ def name_ranks(names: Sequence[str]) -> str:
 
 
 def short_name(process: Process) -> str:
-    """Return what a process is called in a verdict: its short name without what says nothing beside ``TP``."""
+    """Return the name of a process in a verdict: its ``PP``, ``DP`` and ``TP`` ranks if it has a ``TP`` rank."""
     if "tp" in process.ranks:
         names = [f"{axis.upper()}{process.ranks[axis]}" for axis in ("pp", "dp", "tp") if axis in process.ranks]
         return " ".join(names)

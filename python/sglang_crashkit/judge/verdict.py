@@ -1,4 +1,4 @@
-"""The verdict: of all that the parts of the judge found, what explains the case."""
+"""Chooses the verdict: the finding, among those of all parts of the judge, that explains the case."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sglang_crashkit.model.event import Error, Kernel, Line, Raised
 from sglang_crashkit.model.verdict import KnownIssue, Verdict
 
 _MAX_STEPS, _MAX_STEP = 8, 240
-#: Classes in which what was said loudest is not told by anything else.
+#: Classes that explain no failure: the most frequent errors and warnings of the case are added to the next steps.
 _SILENT = frozenset({"no_incident", "busy", "no_progress", "unknown"})
-#: Classes that say no more than that something failed; and how many seconds before it a line may tell what led to it.
+#: Classes that only say that something failed. Log lines up to this many seconds before it may show what led to it.
 _VAGUE, _BEFORE_S = (
     frozenset({"exception", "exception_in_sglang", "startup_failed", "exited", "aborted", "collective_mismatch"}),
     30.0,
@@ -30,7 +30,7 @@ def judge(case: Case) -> Verdict:
     stalls = find_stalls(case)
     findings = [*Failures(case).find(), *stalls]
     said = [case.watched.text] if case.watched is not None and case.watched.text else []
-    # What failed comes before what is well, a cause before what follows from it, and the first before the others.
+    # Failures before calm states, causes before consequences, telling before vague, then earlier before later.
     findings.sort(key=lambda one: (one.is_calm, one.is_consequence, one.weight < TELLING, one.where, -one.weight))
     chosen = next(iter(findings), None) or guess(case) or finding_of("unknown", because=said)
     chosen = refine(case, chosen)
@@ -75,7 +75,7 @@ def judge(case: Case) -> Verdict:
 
 
 def _by_vendor(steps: list[str], case: Case) -> list[str]:
-    """Return steps with what the case's GPUs call otherwise, without those that they do not have."""
+    """Return the steps with NVIDIA's names replaced by the GPU vendor's, without steps that do not apply to it."""
     texts = [event.text for event in case.events if isinstance(event, Line | Kernel) and event.text]
     texts += [f"{event.error.type} {event.error.text[:500]}" for event in case.events if isinstance(event, Raised)]
     texts.append(str(case.arguments.get("device") or ""))
@@ -98,12 +98,12 @@ def _headline(case: Case) -> str:
 
 
 def search_query(case: Case, chosen: Finding) -> str:
-    """Return a query for upstream's tracker: the first exception with its frame of SGLang's, or the line that tells."""
+    """Return a query for upstream's tracker: the first exception with its SGLang frame, or the finding's log line."""
     told = next((one for one in case.events if isinstance(one, Raised)), None)
     error = told.error if told else Error(type="")
     because = chosen.because[0] if chosen.because else ""
     said = (one.text for one in case.events if isinstance(one, Line) and one.level and one.text[:80] in because)
-    # Numbers, paths and names in quotes are of this case alone.
+    # Quoted text, paths and numbers are specific to this case, so they are left out.
     text = re.sub(r"'[^'\n]{0,200}'|\"[^\"\n]{0,200}\"|/\S+", " ", (error.text if told else next(said, ""))[:400])
     words = [*dict.fromkeys(re.findall(r"(?<![\w.])[A-Za-z][A-Za-z_-]+(?!\w)", text))]
     frame = next((one.function.rpartition(".")[2] for one in error.frames if "sglang/" in one.file), "")

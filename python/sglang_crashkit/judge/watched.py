@@ -1,6 +1,6 @@
-"""What the crash handler saw and no other evidence has: who failed first, steps, flight recorders, suspected requests.
+"""Evidence that only the crash handler has: which process failed first, steps, flight recorders, suspected requests.
 
-Its conclusion decides which other evidence counts: after a crash, what the other processes stand in is a consequence.
+Its conclusion decides which other evidence counts: after a crash, the stacks of other processes are a consequence.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from sglang_crashkit.judge.known_issues import known_issues
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Compared, Container, Raised
 
-#: Classes that say no more than that something failed, or does not go on: a suspected request explains more.
+#: Classes that only say that something failed or makes no progress: a suspected request explains more.
 _VAGUE = frozenset({"exception", "exception_in_sglang", "no_progress", "unknown"})
-#: Those that a request may bring about whose like was suspected before.
+#: Classes that a request may cause if a similar request was suspected in an earlier incident.
 _ROLES = frozenset({"detokenizer_lost", "tokenizer_lost"})
 _STUCK = {"detokenizer": "detokenizer_stuck", "server": "tokenizer_stuck", "tokenizer_worker": "tokenizer_stuck"}
 _OF_A_PAIR = "sglang/srt/disaggregation/"
 
 
 def waited_in_vain(case: Case) -> bool:
-    """Return whether the process that is named did not fail, and others gave it up."""
+    """Return whether others gave up waiting for the named process, and no process raised an exception first."""
     seen = case.watched
     return seen is not None and seen.kind == "lost_peer" and bool(seen.who) and _raised(case) is None
 
 
 def beside_ranks(case: Case) -> int | None:
-    """Return the pid of the process that hangs where it is no rank: what the ranks are in meanwhile tells nothing."""
+    """Return the pid of the process that hangs if it is not a rank; the stacks of ranks then show nothing about it."""
     seen = case.watched
     return seen.pid if seen is not None and seen.is_hang and seen.role in _STUCK else None
 
@@ -37,9 +37,9 @@ def _raised(case: Case) -> Raised | None:
 
 
 def compare(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
-    """Return where ranks that must agree differ, by their steps and flight recorders.
+    """Return a finding about ranks that must agree and differ, by their steps and flight recorders.
 
-    After a death by signal they are not compared, except after SIGABRT: gloo aborts where ranks disagree.
+    Ranks are not compared after a death by a signal other than SIGABRT, with which gloo ends ranks that disagree.
     """
     ends = (one for process in case.processes.values() for one in process.exits)
     died = {one.signal for one in ends if one.signal and not one.follows}
@@ -49,7 +49,7 @@ def compare(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
     for kind, name in (("divergence", "rank_divergence"), ("mismatch", "collective_mismatch")):
         if some := [one for one in case.compared if one.kind == kind and one.level != "unknown"]:
             if died and any(one.kind == "xid" for one in case.kernel):
-                return []  # its GPU is a better reason to abort
+                return []  # a fault of its GPU is a better reason to abort
             return [_finding(name, some[:1], where, is_sure=some[0].level == "established" and not died)]
     pid = case.watched.pid if case.watched else 0
     behind = [one for one in case.compared if one.kind == "behind" and one.level != "unknown" and pid in one.waiting]
@@ -57,7 +57,7 @@ def compare(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
 
 
 def compare_waits(case: Case, where: Place) -> list[Finding]:
-    """Return who is behind by the flight recorders, or which ranks wait for each other, each in another group."""
+    """Return the rank that is behind by the flight recorders, or ranks that wait for each other in different groups."""
     behind = [one for one in case.compared if one.kind == "behind"]
     for place, one in enumerate(behind):
         for other in behind[:place]:
@@ -73,7 +73,7 @@ def _finding(kind: str, some: list[Compared], where: Place, *, is_sure: bool = F
 
 
 def conclude(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
-    """Return what the handler's own conclusion tells, where nothing else, such as Docker's, explains it."""
+    """Return a finding from the crash handler's conclusion, unless other evidence, such as Docker's, explains it."""
     seen = case.watched
     if seen is None or (seen.kind == "vanished" and any(isinstance(one, Container) for one in case.events)):
         return []
@@ -96,12 +96,12 @@ def conclude(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
 
 
 def refine(case: Case, chosen: Finding) -> Finding:
-    """Return the finding that another node, or one request, did it, where that explains more than what was found."""
+    """Return the finding, changed if another node, a thread or one request explains more than it does."""
     seen, raised = case.watched, _raised(case)
     if seen is None:
         return chosen
     if seen.kind in ("thread_died", "consensus_check"):
-        # What the thread raised, and how the ranks ended, only follow from it.
+        # Exceptions of the thread and exits of ranks are consequences of it.
         chosen.kind, chosen.restart = seen.kind, None
         chosen.level = "established" if seen.level == "established" else "supported"
         return chosen
@@ -111,9 +111,9 @@ def refine(case: Case, chosen: Finding) -> Finding:
         chosen.kind = "connection_lost"
         chosen.next[:0] = steps_of("lost_peer")
     if chosen.kind in _ROLES and seen.role in _STUCK and seen.level == "established":
-        chosen.level = "established"  # whatever it raised, it is the one that failed
+        chosen.level = "established"  # the crash handler knows that it failed, whatever it raised
     if seen.is_starting and raised is not None and chosen.restart is None:
-        # What is raised at one start is raised at the next one, unless it was chance.
+        # An exception of one start is likely to occur at the next start, so a restart may not help.
         chosen.restart = "unknown" if load("classes")[chosen.kind]["restart"] == "yes" else None
     is_of_request = chosen.kind in _VAGUE | _ROLES | {"poison_request"}
     if seen.is_starting or not is_of_request or (raised is None and not seen.is_hang):
@@ -121,7 +121,7 @@ def refine(case: Case, chosen: Finding) -> Finding:
     text, frames = (raised.error.text, raised.error.frames) if raised is not None else ("", ())
     takes_in = pattern("failures", "takes_in")
     is_of_host = pattern("failures", "of_host").match(text) is not None
-    # What fails for want of the other server of a pair would with any request.
+    # Without the other server of a pair any request fails, so an exception in the pair's code blames no request.
     places = (frame for frame in frames if takes_in.match(bare(frame.function)) or _OF_A_PAIR in frame.file)
     taker = next((bare(frame.function) for frame in places), "")
     suspect = next(iter(case.suspects), None)

@@ -1,1 +1,1 @@
-"""Where events come from."""
+"""The sources of events: incidents, and text such as logs."""

@@ -1,6 +1,6 @@
-"""The events of an incident, so that it is judged as plain evidence is, alone or beside a log.
+"""Converts an incident into events, so that the judge treats it as other evidence, alone or together with a log.
 
-The crash handler asks for those of the incident that it holds; `read_incident` reads them from a folder.
+The crash handler calls `events_of` for the incident that it holds; `read_incident` reads an incident from a folder.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from sglang_crashkit.model.lenient import mapping_of, mappings_of, seconds_of, t
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 DOCUMENT = "incident.json"
-#: Of each file that is read here; an incident of 512 ranks has 2 MB.
+#: Most bytes of a file that is read here; an incident of 512 ranks has 2 MB.
 _MAX_BYTES = 64 << 20
-#: How SGLang names the ranks in front of its log lines, in that order.
+#: The axes of a rank's name in front of SGLang's log lines, in order.
 _RANKS = ("dp", "pp", "attn_cp", "moe_dp", "tp", "ep")
 _ORDERLY = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _HANGS = ("no_progress", "silent_at_sigterm", "unhealthy_at_sigterm", "watchdog_timeout", "busy_too_long")
-#: Through these a process passes while it starts, and never later.
+#: Frames that a process has only during its start.
 _STARTING = re.compile(
     r"__init__ \(\S*/(scheduler|tp_worker|model_runner|detokenizer_manager)\.py:"
     r"|(\w+\.)?_launch_subprocesses \(\S*/engine\.py:"
 )
-#: An Xid error of longer ago, in seconds, has nothing to do with it; nor has any with these exceptions.
+#: Xid errors older than this, in seconds, are unrelated; with these exceptions all Xid errors are.
 _XID_SECS = 600.0
 _OF_NO_GPU = re.compile(
     r"(?:\w+\.)*(?:Attribute|Assertion|FileNotFound|Import|Index|Key|Memory|ModuleNotFound|Name|NotImplemented|OS"
@@ -58,13 +58,13 @@ _OF_NO_GPU = re.compile(
 )
 _TELLS_OF_GPU = re.compile(r"[^'\"\n]{0,100}\b(?:CUDA|HIP|NCCL|CUBLAS)")
 _WITHOUT_GPU = frozenset({"detokenizer", "tokenizer_worker", "tokenizer"})
-#: What is said of any request that a server fails with whose only one it is; of one in no step yet, another one.
+#: Reasons that apply to any request that is the only one; so does `ONLY` unless the server failed at taking it in.
 _BY_PLACE = frozenset({ABORTED, ALONE, ALONE_AT})
 _BEGINNING = re.compile(
     r"\S*(?:handle_generate_request|handle_embedding_request|handle_tokenized_\w*|get_new_batch_prefill\w*"
     r"|prepare_for_extend) \("
 )
-#: A file system this full, from 0 to 1, has no room for what is needed.
+#: A file system counts as full if this share of it, from 0 to 1, is used.
 _FULL = 0.95
 _MAX_RIDS = 4
 
@@ -75,7 +75,7 @@ def is_incident(path: Path) -> bool:
 
 
 def incident_in_log(folder: Path) -> Incident:
-    """Return the incident that the log in its folder tells of, which is not judged.
+    """Return the incident that the log in its folder records; it is not judged.
 
     Raises:
         OSError: there is no log, or it cannot be read.
@@ -84,7 +84,7 @@ def incident_in_log(folder: Path) -> Incident:
 
 
 def read_incident(folder: Path) -> Iterator[Event]:
-    """Yield what an incident on disk holds; see `events_of`.
+    """Yield the events of an incident on disk; see `events_of`.
 
     Raises:
         CrashkitError: ``incident.json`` cannot be read.
@@ -96,7 +96,7 @@ def read_incident(folder: Path) -> Iterator[Event]:
     records: dict[int, Mapping[str, Any]] = {}
     samples: dict[int, list[Sample]] = {}
     for process in incident.processes:
-        # A path is the document's word: a name in the folder, or nothing. Of several the last one ended it.
+        # Use only the file name of a path, so that it stays in the folder. The last of several exceptions ended it.
         if names := _names_of(process, "exception"):
             records[process.pid] = _read_json(folder / "ranks" / names[-1])
         files = ((folder / "stacks" / name).with_suffix(".json") for name in _names_of(process, "stack"))
@@ -116,10 +116,10 @@ def events_of(
     samples: Mapping[int, Sequence[Sample]] | None = None,
     source: str = "",
 ) -> Iterator[Event]:
-    """Yield what is known of an incident's processes, their ends, exceptions and stacks, and of its host.
+    """Yield events about the processes of an incident, their exits, exceptions and stacks, and about its host.
 
-    `environment` is what ``environment.json`` holds, `records` by pid what ``ranks/*.exception.json`` does, `samples`
-    by pid what the processes did where more is known than the incident tells, `source` what the events come from.
+    `environment` is the content of ``environment.json``, `records` that of ``ranks/*.exception.json`` by pid, `samples`
+    the stacks by pid if more is known than the incident contains, and `source` the source of the events.
     """
     orders = count(1)
     for event in _Incident(incident, environment, records, samples or {}).events():
@@ -145,7 +145,7 @@ class _Incident:
 
     @property
     def _error(self) -> Error | None:
-        """The exception of the first failure; those of others are consequences."""
+        """The exception of the first failure; exceptions of other processes are consequences."""
         if self._first is not None:
             return self._errors.get(self._first.pid)
         return next(reversed(self._errors.values()), None)
@@ -179,11 +179,11 @@ class _Incident:
                 yield GpuKernel(who=name_of(one), exception=text.partition(" in ")[0], text=text)
             for sample in self._samples.get(one.pid) or _samples(one):
                 if "helper" not in (one.role, sample.role):
-                    # A process that its cgroup freezes sleeps; the function of the kernel's tells it from others.
+                    # A process that its cgroup freezes looks asleep; only its kernel function shows the difference.
                     sample = replace(sample, wchan=sample.wchan or str((one.state or {}).get("wchan") or ""))
                     yield Stack(at=sample.time or self._opened, who=name_of(one), sample=sample)
 
-    # -- who failed, and of what
+    # -- the first failure
 
     def _watched(self) -> Watched:
         verdict = self._verdict
@@ -210,7 +210,7 @@ class _Incident:
         )
 
     def _notes(self) -> Iterator[str]:
-        """Yield at what control request, and in which step, it was, and which ranks stood still in a collection."""
+        """Yield the control request and the step of the failure, and the ranks that were in a garbage collection."""
         ranks = [one for one in self._incident.processes if one.is_rank]
         some = [self._first] if self._first else ranks if self._is_hang else []
         for name, rank in {rank.control: rank for rank in reversed(some) if rank.control}.items():
@@ -225,7 +225,7 @@ class _Incident:
                 yield f"{rank.title} (pid {rank.pid}) was in a garbage collection for {secs:.0f} s."
 
     def _ends(self) -> Iterator[Event]:
-        """Yield ends and exceptions; those of others than the first failure follow from it."""
+        """Yield exits and exceptions; those of processes other than the first failure follow from it."""
         first = self._first
         for entry in self._incident.timeline:
             kind, pid, at = entry.event, entry.pid, entry.seconds or 0.0
@@ -233,10 +233,10 @@ class _Incident:
             who = name_of(process) if process is not None else ""
             follows = self._is_hang or (first is not None and process is not first)
             if kind == "teardown":
-                # SGLang's own end: what dies from here on was killed by it.
+                # SGLang ends its own processes: those that die from here on were killed by it.
                 break
             if process is not first and process is not None and process.role == "helper":
-                # What a rank started may end as it likes.
+                # The exit of a helper process that a rank started is no failure.
                 continue
             if kind == "process_exited" and who and not (process is first and first is not None and first.exit):
                 code, signal = entry.get("code"), entry.get("signal")
@@ -263,9 +263,9 @@ class _Incident:
                     text = f"{process.title} was ended by {signal}, which asks for an orderly end"
                     yield Stop(at=self._opened, who=name_of(process), by="signal", text=text)
                     continue
-                # Without a count it may as well have been the kernel, for lack of memory.
+                # Without the count of OOM kills, the kernel may have sent SIGKILL for lack of memory.
                 is_seen = "counts no OOM kill" in end.detail if signal == "SIGKILL" else bool(signal)
-                # With a status above 128 a shell ends whose child died of a signal.
+                # A shell exits with a status above 128 if its child died of a signal.
                 is_seen |= not signal and end.code is not None and end.code <= 128
                 yield Exit(
                     at=seconds_of(end.time) or self._opened,
@@ -283,18 +283,18 @@ class _Incident:
         frames = frames_in(texts_of(record.get("traceback")) or (process.doing if process is not None else ()))
         return Error(type=kind.strip(), text=text, frames=frames[::-1] if record.get("traceback") else frames)
 
-    # -- what the host says
+    # -- the host
 
     def _host(self) -> Iterator[Kernel]:
         first, error, gpus = self._first, self._error, self._incident.gpus or Gpus()
         signal = first.exit.signal if first is not None and first.exit is not None else None
-        # By these ends, and with these exceptions, no GPU failed.
+        # With these signals and exceptions, no GPU failed.
         is_of_no_gpu = signal == "SIGKILL" or signal in _ORDERLY or (error and _OF_NO_GPU.fullmatch(error.type))
         placed = {one.pid for device in gpus.devices for one in device.processes}
         are_placed = placed.issuperset(one.pid for one in self._incident.processes if one.is_rank)
         for event in gpus.xids:
             its = next((device for device in gpus.devices if device.bus_id == event.bus_id), None)
-            # Only other programs have that GPU, while each rank is on another; one that fell off the bus lists none.
+            # Only other programs use that GPU, and all ranks use others. A GPU that fell off the bus lists no programs.
             is_of_others = its is not None and bool(its.others) and not its.processes and are_placed
             holders = [one for one in event.processes if first is not None and one.pid == first.pid]
             may_fail = first is None or first.role not in _WITHOUT_GPU or bool(holders)
@@ -311,7 +311,7 @@ class _Incident:
         if used is not None and total and used / total >= _FULL:
             yield Kernel(kind="shm_full", text=f"the shared memory is {used / total:.0%} full")
 
-    # -- what steps, flight recorders and requests show
+    # -- steps, flight recorders and requests
 
     def _comparisons(self) -> Iterator[Compared]:
         found = self._incident.divergence
@@ -326,7 +326,7 @@ class _Incident:
     def _suspects(self) -> Iterator[Suspect]:
         seen = self._incident.fault.seen if self._incident.fault is not None else {}
         error = self._error
-        # Where it failed elsewhere, the request may not even have been received.
+        # If the failure was elsewhere, the request may not have been received yet.
         is_begun = error is None or any(_BEGINNING.match(str(frame)) for frame in error.frames)
         by_place = _BY_PLACE if is_begun else _BY_PLACE | {ONLY}
         for place, one in enumerate(self._incident.suspects):
@@ -337,9 +337,9 @@ class _Incident:
                               is_alone=is_alone)  # fmt: skip
 
     def _is_beside_others(self) -> bool:
-        """Return whether more than one request was under way where each rank has all of them.
+        """Return whether more than one request was in flight on a server in which each rank has all requests.
 
-        Replicas of data parallelism share them out: to be alone in the step of one is nothing of a request's own.
+        Data-parallel replicas divide the requests, so a request may be alone in the step of a replica by chance.
         """
         if any(one.is_rank and "dp" in one.rank for one in self._incident.processes):
             return False
@@ -367,7 +367,7 @@ def _names_of(process: ProcessReport, kind: str) -> list[str]:
 
 
 def _main_frames(stacks: Mapping[str, Any], pid: int) -> tuple[Frame, ...]:
-    """Return the frames of the main thread in a file of stacks, below the kit's own; empty without such a thread."""
+    """Return the main thread's frames in a file of stacks, below the kit's own; empty without a main thread."""
     threads = mappings_of(stacks.get("threads"))
     main = next((one for one in threads if one.get("native_id") == pid or one.get("name") == "MainThread"), {})
     found = [
@@ -382,7 +382,7 @@ def _thread(pid: int, frames: tuple[Frame, ...]) -> tuple[Thread, ...]:
 
 
 def _options(command_line: str) -> dict[str, Any]:
-    """Return the options of a command line by their Python names; those without a value are True."""
+    """Return the options of a command line by their Python names; options without a value are True."""
     words = command_line.split()
     found: dict[str, Any] = {}
     for word, following in zip(words, [*words[1:], "--"], strict=False):
@@ -393,7 +393,7 @@ def _options(command_line: str) -> dict[str, Any]:
 
 
 def name_of(process: ProcessReport) -> str:
-    """Return the short name of a process, as SGLang has it in front of its log lines."""
+    """Return the short name of a process, as in front of SGLang's log lines."""
     named = [f"{name.upper()}{process.rank[name]}" for name in _RANKS if name in process.rank]
     return " ".join(named) or process.role
 
@@ -411,5 +411,5 @@ def _samples(process: ProcessReport) -> Iterator[Sample]:
 
 
 def frames_in(lines: Iterable[str]) -> tuple[Frame, ...]:
-    """Return the frames that lines are the form of; other lines are left out."""
+    """Return the frames in lines of text; lines in another form are left out."""
     return tuple(filter(None, map(Frame.read, lines)))

@@ -104,9 +104,8 @@ def export_requests(
     except (OSError, CrashkitError) as error:
         problems.append(f"{REQUESTS}: {error}")
     if result.left_out:
-        problems.append(
-            f"{result.left_out} requests are missing: unreadable, no disk space, or not written within {timeout_secs:g} s"
-        )
+        why = f"unreadable, no disk space, or not written within {timeout_secs:g} s"
+        problems.append(f"{result.left_out} requests are missing: {why}")
     result.reason = "; ".join(problems) or None
     return result
 

@@ -1,4 +1,4 @@
-"""The tables that the judge reads, as YAML: see the comment at the head of each."""
+"""The judge's tables in YAML; the comment at the head of each describes its format."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 import yaml
 
-#: The same form, read in C where PyYAML was built with it.
+#: PyYAML's safe loader, in C if PyYAML was built with it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @functools.cache
 def load(name: str) -> Any:
-    """Return the content of ``<name>.yaml``, which is read once."""
+    """Return the content of ``<name>.yaml``; the file is read once."""
     text = files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, Loader=_LOADER)  # noqa: S506 - the loader is a safe one
 
 
 @functools.cache
 def pattern(table: str, name: str) -> re.Pattern[str]:
-    """Return the pattern with a name in a table, compiled; a list has its alternatives."""
+    """Return the compiled pattern of a name in a table; a list is a list of alternatives."""
     form = load(table)[name]
     return re.compile(form if isinstance(form, str) else "|".join(form))
 
 
 @functools.cache
 def rows(table: str, name: str) -> list[dict[str, Any]]:
-    """Return the rows of a list with a name in a table, their patterns compiled."""
+    """Return the rows of a named list in a table, with their patterns compiled."""
     compiled = ("file", "function", "pattern", "note")
     return [
         {key: re.compile(value) if key in compiled else value for key, value in row.items()}

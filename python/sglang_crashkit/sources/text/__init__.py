@@ -1,1 +1,1 @@
-"""Parsers of what people have who have no kit: logs, stacks, tracebacks, kernel lines, what Kubernetes says."""
+"""Parsers of evidence in text: logs, stacks, tracebacks, kernel lines, and the output of Kubernetes and Docker."""

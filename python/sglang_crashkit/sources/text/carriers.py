@@ -1,7 +1,7 @@
-"""What stands in front of a line of a log because of the way it came: taken off, and told apart by it.
+"""Removes the prefixes that carriers put in front of log lines, and distinguishes programs by them.
 
-kubectl, CRI, Docker (JSON and compose), Slurm, journald, syslog, Ray, terminals and pasted issues each put something of
-their own around what a process wrote. A line may have several, one inside the other.
+Carriers are kubectl, CRI, Docker (JSON and compose), Slurm, journald, syslog, Ray, terminals and pasted issues. A line
+may have several prefixes, one inside the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-#: Longer lines are cut: a log may hold a prompt of a megabyte.
+#: Longer lines are cut: a log may contain a prompt of a megabyte.
 MAX_LINE = 20_000
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]{0,40}[A-Za-z]|\][^\x07]{0,200}\x07|[()][A-Z0-9])")
 _TIME = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d"
@@ -23,63 +23,63 @@ _KUBECTL = re.compile(r"\[?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[
 _POD = re.compile(r"\[?(?:pod/)?([\w.-]{1,120})/([\w.-]{1,80})\]? (?=\S)")
 _COMPOSE = re.compile(r"([A-Za-z][\w.-]{0,79}) *\| ?")
 _TASK = re.compile(r" {0,5}(\d{1,5}): ?")
-#: What ``cat -n``, ``grep -n`` or an editor puts before each line, and how a line of a log begins.
+#: The line number of ``cat -n``, ``grep -n`` or an editor; and the beginning of a log line.
 _NUMBER, _LOG = re.compile(r" {0,8}(\d{1,9})(?:[:|\t] ?| {1,2})"), re.compile(r"\[|\d{4}-\d\d-\d\d[ T]|[A-Z]{4,8}\b")
 _JOURNAL = re.compile(
     r"((?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)?)|(?:\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\S{0,16})) "
     r"([\w.-]{1,120}) ([\w./@:-]{1,120}?)(?:\[(\d{1,8})\])?: ?"
 )
 _RAY = re.compile(r"\(([\w.:-]{1,80}) pid=(\d{1,8})(?:, ip=([\d.a-f:]{3,45}))?(?:, \w+=[\w.-]{1,80})*\) ?")
-#: What Ray puts behind a line that several actors printed.
+#: Ray's suffix of a line that several actors printed.
 _REPEATED = re.compile(r" ?\[repeated \d{1,6}x across cluster\].{0,200}$")
-#: What a trainer's console puts before Ray's own name of an actor.
+#: The prefix of a trainer's console before Ray's name of an actor.
 _BEFORE_RAY = re.compile(rf"\[({_TIME})[.,\d]{{0,10}}\] (?=\([\w.:-]{{1,80}} pid=\d)")
 _KERNEL = re.compile(
     r"(?:<\d{1,3}>)?\[ *(\d{1,9}\.\d{1,6}|[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4})\] "
 )
-#: What is left of the journal's form where its time was cut out.
+#: The journal's prefix without its time.
 _KERNEL_WORD = re.compile(r"^\s{0,12}kernel ?: ")
 _QUOTE = re.compile(r"(?:> ?){1,4}")
-#: Another program's logger that repeats a line of the server's.
+#: The prefix of another program's logger that repeats a line of the server.
 _LOGGER = re.compile(
     r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d\S{0,20} (?:- )?(?:[\w.]{1,80} )?(?:- )?(?:DEBUG|INFO|WARNING|ERROR) (?:- )?"
     r"(?=\[20\d\d-|Traceback \(|   |  File \"|[\w.]{1,80}(?:Error|Exception)\b)"
 )
-#: A browser's table of a log store.
+#: The time of a row in the web page of a log store.
 _TABLE = re.compile(r"([A-Z][a-z]{2}) (\d{1,2}), (\d{4}) @ (\d\d:\d\d:\d\d(?:\.\d{1,9})?)\s{1,8}")
 _PRIORITY = re.compile(r"<\d{1,3}>(?=\S)")
-#: What a file is taken to have in front of its lines is looked for in so many of them.
+#: The number of first lines that decide which prefixes a file has.
 _LOOKED_AT = 400
-#: Fewer numbers in a row may be anything.
+#: Fewer consecutive numbers may be something else than line numbers.
 _LEAST_NUMBERED = 10
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A line without what carried it."""
+    """A line without the prefixes of its carriers."""
 
     text: str
-    at: float = 0.0  # by the carrier, in seconds since the epoch; 0.0 without one
-    stream: str = ""  # what tells lines of several programs apart: a pod, a service, a task, an actor
-    program: str = ""  # of the journal: ``kernel``, ``systemd``
+    at: float = 0.0  # the carrier's time, in seconds since the epoch; 0.0 without one
+    stream: str = ""  # distinguishes the lines of several programs: a pod, a service, a task, an actor
+    program: str = ""  # the journal's name of the program: ``kernel``, ``systemd``
     is_kernel: bool = False
 
 
 class Carrier:
-    """Takes off what the lines of one file have in front, known by its first lines; journal lines lack the year."""
+    """Removes the prefixes of one file's lines, which its first lines show; `year` completes the journal's times."""
 
     def __init__(self, lines: Iterable[str], year: int = 0) -> None:
         self._is_compose = self._is_srun = self._is_quoted = self._is_numbered = False
         self.year = year
-        # A time in front of all of it hides what they have in common.
+        # Remove times first: they hide the prefixes that the lines share.
         plain = [self.strip(line).text for line in lines if line.strip()][:_LOOKED_AT]
         enough = max(2 if len(plain) < 3 else 3, len(plain) // 3)
-        # Each of these may also be text of a program's own, so that only a file full of them has them.
+        # A single such prefix may be text of the program, so a third of the lines must have it.
         self._is_compose = sum(bool(_COMPOSE.match(line)) for line in plain) >= enough
         numbers = [match for line in plain if (match := _NUMBER.match(line))]
         steps = [int(after[1]) - int(one[1]) for one, after in itertools.pairwise(numbers)]
-        # Tasks, and processes of ps, do not go up by one from line to line before what begins as a log does.
+        # Unlike line numbers, task numbers and pids do not increase by one from line to line before log lines.
         self._is_numbered = (
             len(numbers) >= max(enough, _LEAST_NUMBERED)
             and min(steps) > 0
@@ -137,9 +137,9 @@ class Carrier:
 
 @functools.lru_cache(maxsize=256)
 def seconds(text: str) -> float:
-    """Return a time of a log in seconds since the epoch, taken as UTC where it says nothing; 0.0 for any other text."""
+    """Return a time of a log in seconds since the epoch, UTC if it has no zone; 0.0 for any other text."""
     text = text.strip().replace(",", ".").replace("Z", "+00:00")
-    # Python 3.10 reads three or six digits of a second alone.
+    # Python 3.10 only reads fractions of a second with three or six digits.
     text = re.sub(r"\.(\d{1,9})", lambda match: f".{match[1][:6]:0<6}", text)
     text = re.sub(r"([+-]\d\d)(\d\d)$", r"\1:\2", text)
     try:
@@ -163,7 +163,7 @@ def _from_json(line: str) -> tuple[str, float] | None:
     except (ValueError, RecursionError):
         return None
     if entry.get("object") == "error":
-        return None  # what the server answered
+        return None  # an answer of the server
     text = next((entry[key] for key in ("log", "message", "msg", "MESSAGE") if isinstance(entry.get(key), str)), None)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""What Kubernetes, Docker and the GPUs' own tools say in tables."""
+"""Parses tables and descriptions of Kubernetes, Docker and the tools of GPUs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from sglang_crashkit.model.event import Container, Event, Gpu
 
 _POD_NAME = re.compile(r"Name: +(\S{1,200})$")
-#: Of a pod as a whole, as where its node evicted it.
+#: A field of a whole pod, such as the reason why its node evicted it.
 _OF_POD = re.compile(r"(Reason|Message): +(.{1,600})$")
 _FIELD = re.compile(r" +(State|Last State|Reason|Exit Code|Restart Count): +(.{1,200})$")
-#: An event as ``kubectl describe`` and as ``kubectl get events`` prints it.
+#: An event in the form of ``kubectl describe`` or ``kubectl get events``.
 _EVENT = re.compile(
     r" *(?:\S+(?P<age> \(x\d+ over \S+\))? +)?(?:Warning|Normal) +(?P<reason>\S{1,60}) +(?:(?P<object>\S+/\S+)"
     r"|\S+(?P<seen> \(x\d+ over \S+\))? +\S+) +(?P<text>\S.{0,600})$"
@@ -36,18 +36,18 @@ QUERY = re.compile(
     r"(?=.{0,400}\b(?:index|memory\.used|utilization\.gpu)\b)[a-z_.]{4,40}(?: \[\S{1,5}\])?"
     r"(?:, ?[a-z_.]{2,60}(?: \[\S{1,5}\])?){1,40}$"
 )
-#: Headings and cells by which a file is known to be one of these.
+#: Headings and cells that identify a file of these kinds.
 _KUBECTL, SMI = ("Containers:", "Last State:", "Restart Count:"), "NVIDIA-SMI"
 
 
 def is_description(lines: Sequence[str]) -> bool:
-    """Return whether lines are what ``kubectl describe pod`` or ``kubectl get events`` prints."""
+    """Return whether lines are output of ``kubectl describe pod`` or ``kubectl get events``."""
     known = sum(any(line.lstrip().startswith(word) for word in _KUBECTL) for line in lines)
     return known >= 2 or any(_EVENTS.match(line) for line in lines)
 
 
 def containers_of(lines: Sequence[str]) -> Iterator[Event]:
-    """Yield what ``kubectl describe pod`` says of each pod: its last end, how often it was restarted, its events."""
+    """Yield each pod in the output of ``kubectl describe pod``: its last exit, the number of restarts, its events."""
     told, section = Container(), ""
     for line in lines:
         if match := _POD_NAME.match(line):
@@ -85,15 +85,15 @@ def pods_of(lines: Sequence[str]) -> Iterator[Event]:
 
 
 def is_inspection(head: bytes) -> bool:
-    """Return whether a file begins as what ``docker inspect`` prints of a container, or of its state alone."""
+    """Return whether a file begins like ``docker inspect``'s output for a container, or only for its state."""
     return _INSPECTED.match(head) is not None and b'"OOMKilled"' in head
 
 
 def inspected(data: bytes) -> Iterator[Event]:
-    """Yield each container that ``docker inspect`` prints.
+    """Yield each container in the output of ``docker inspect``.
 
     Raises:
-        ValueError: it is cut off, or is no inspection.
+        ValueError: the data is cut off, or is not such output.
     """
     told = json.loads(data)
     for one in told if isinstance(told, list) else [{"State": told}]:
@@ -102,7 +102,7 @@ def inspected(data: bytes) -> Iterator[Event]:
             continue
         code, status = state.get("ExitCode"), str(state.get("Status", ""))
         has_ended = status in ("exited", "dead") and type(code) is int
-        # Docker says so too of a neighbour in the container; another status than this tells of the end itself.
+        # Docker also sets OOMKilled for other processes of the container; status 137 shows that this one was killed.
         is_oom = has_ended and code == 137 and state.get("OOMKilled") is True
         restarts = one.get("RestartCount")
         yield Container(
@@ -115,7 +115,7 @@ def inspected(data: bytes) -> Iterator[Event]:
 
 
 def queried_gpus_of(lines: Sequence[str]) -> Iterator[Event]:
-    """Yield the GPUs of ``nvidia-smi --query-gpu --format=csv``, of several samples the last."""
+    """Yield the GPUs of ``nvidia-smi --query-gpu --format=csv``; of several samples of a GPU, the last."""
     found, names = dict[int, Gpu](), list[str]()
     for line in lines:
         cells = [cell.strip() for cell in line.split(",")]
@@ -123,13 +123,13 @@ def queried_gpus_of(lines: Sequence[str]) -> Iterator[Event]:
             names = [cell.partition(" ")[0] for cell in cells]
         elif len(cells) == len(names):
             told = dict(zip(names, cells, strict=True))
-            # Without that column each row is another GPU's.
+            # Without the column ``index`` each row is another GPU.
             if _WHOLE.fullmatch(index := told.get("index", str(len(found)))):
                 use = told.get("utilization.gpu", "").removesuffix("%").strip()
                 columns = ("memory.used", "memory.total", "power.draw", "power.limit")
                 sizes = [told.get(name, "").partition(" ")[0] for name in columns]
                 used, total, watts, most = (float(size) if _SIZE.fullmatch(size) else 0.0 for size in sizes)
-                # The address is ``00000000:9C:00.0``.
+                # The address has the form ``00000000:9C:00.0``.
                 found[int(index)] = Gpu(
                     index=int(index), bus=told.get("pci.bus_id", "").lower()[-12:-2], name=told.get("name", ""),
                     used_mb=used, total_mb=total, use=float(use) if _WHOLE.fullmatch(use) else -1.0,

@@ -1,8 +1,8 @@
-"""``crash_dump_*.pkl``: the requests and the arguments that SGLang saves before it ends, read without running anything.
+"""Reads ``crash_dump_*.pkl``, SGLang's requests and arguments from before its end, without running any code of it.
 
-Source of the form: ``dump_requests_before_crash`` in ``sglang/srt/managers/tokenizer_manager.py``: a dictionary with
-``server_args``, ``launch_command`` and ``requests``, each of these a tuple of the request, its last answer, and when it
-came and ended. A class in the pickle becomes a `_Shell` that holds its fields; no name of it is ever imported.
+Format: ``dump_requests_before_crash`` in ``sglang/srt/managers/tokenizer_manager.py`` writes a dictionary with
+``server_args``, ``launch_command`` and ``requests``: tuples of the request, its last answer, and the times when it came
+and ended. An object of any class in the pickle becomes a `_Shell` with its fields; no class is imported.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from sglang_crashkit.model.event import Arguments, Dumped, Event
 from sglang_crashkit.sources.text import facts
 
 _MAX_REQUESTS, _MAX_FIELDS, _MAX_VALUE, _MAX_TOLD = 100_000, 2000, 200, 3
-#: Instructions that take memory by a size that they name, reach outside the file, or build what needs a real class.
+#: Instructions that allocate a size that they state, refer to data outside the file, or need a real class.
 _REFUSED = b"\x96\x97\x98\x82\x83\x84PQio"
 
 
 class _Shell:
-    """Stands for an object of any class: it takes what a pickle gives such an object, and does nothing with it."""
+    """An object in place of one of any class: it stores the fields that a pickle sets, and runs no other code."""
 
     fields: dict[str, Any]
 
     def __new__(cls, *args: object, **_fields: object) -> _Shell:
-        """Make one without `__init__`, which a pickle may leave out."""
+        """Create an object without `__init__`, which a pickle may not call."""
         self = super().__new__(cls)
         self.fields = {}
-        self.__setstate__(args)  # some classes are made anew of a dictionary of their fields
+        self.__setstate__(args)  # some classes are created from a dictionary of their fields
         return self
 
     def __setstate__(self, state: object) -> None:
@@ -43,13 +43,13 @@ class _Shell:
             self.fields[str(name)] = value
 
     def append(self, _value: object) -> None:
-        """Take an item, or several, of a list of a class of its own."""
+        """Ignore an item, or items, of a subclass of list."""
 
     extend = append
 
 
 class _ShellUnpickler(pickle._Unpickler):
-    """Builds plain data and shells. The one in Python takes no memory for places of the memo that are not used."""
+    """Builds plain data and shells. Python's own unpickler, unlike C's, allocates no unused places of the memo."""
 
     dispatch = {code: step for code, step in pickle._Unpickler.dispatch.items() if code not in _REFUSED}  # noqa: RUF012
 
@@ -58,15 +58,15 @@ class _ShellUnpickler(pickle._Unpickler):
 
 
 def is_dump(head: bytes) -> bool:
-    """Return whether a file begins as such a dump does."""
+    """Return whether a file begins like such a dump."""
     return head[:1] == b"\x80" and b"server_args" in head[:4096]
 
 
 def events_of(data: bytes) -> Iterator[Event]:
-    """Yield the arguments of the server, and how many requests it had not finished.
+    """Yield the arguments of the server, and the number of requests that it had not finished.
 
     Raises:
-        ValueError: it is no such dump, or is cut off.
+        ValueError: the data is not such a dump, or is cut off.
     """
     try:
         document = _ShellUnpickler(io.BytesIO(data)).load()

@@ -1,4 +1,4 @@
-"""What one line of a log states by itself: a level, a stage, an end, arguments, a release."""
+"""Facts that a single log line states: its level, a stage, an exit, arguments, a release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_crashkit.model.event import LineLevel
 
-#: Words by which a line is known, the first row that has any of them. A level may have several rows.
+#: Patterns of the levels; the first row that matches counts. A level may have several rows.
 _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
     ("critical", re.compile(r"\bCRITICAL\b|\bFATAL\b|terminate called|what\(\):|panicked at|Check failed:|Aborted \(")),
     ("critical", re.compile(r"Fatal Python error|\bF\d{4}(?:\d{4})? \d\d:|killed by the OOM killer|core dumped")),
@@ -31,12 +31,12 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
     ("warning", re.compile(r"\bWARN(?:ING)?\b|^W\d{4}(?:\d{4})? \d\d:|Warning:")),
     ("warning", re.compile(r"(?i)\b(?:warning|deprecated|retry(?:ing)?|slow)\b")),
 )
-#: How a person's sentence begins: the failure that it tells of is not in this log.
+#: The beginning of a person's sentence: a failure that it mentions is not an event of this log.
 _PROSE = re.compile(r"(?:I|We|My|Our|Still) [a-z]")
 _STATED = re.compile(r"(?:.{0,60}?[\s|\[(-])?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)(?=[:\s\]|)-])")
 _BY_WORD: dict[str, LineLevel] = {"DEBUG": "debug", "INFO": "info", "WARN": "warning", "WARNING": "warning"}
 
-#: An answer, as the server's log has it, or a router's what it passed on; why one failed is that line's own word.
+#: An answer in a server's log, or one that a router passed on. A router's line about a failure counts by its words.
 ACCESS = re.compile(
     r'(?:"|method=)(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (?:uri=|path=)?(\S{1,300}) '
     r'(?:HTTP/[\d.]+" |.{0,300}?\b(?P<passed>status(?:_code)?=)(?=2))(?P<status>\d{3})\b'
@@ -82,7 +82,7 @@ STOPS = _compiled(
     ("docker", False, r"docker (?:stop|compose down)|Container \S+ (?:Stopping|Stopped)"),
     ("a person", False, r"killall_sglang|^(?:\S{0,80}[$#] ?|\+ )(?:sudo )?(?:pkill|killall|kill (?:-\w+ )*\d)"),
 )
-#: A unit of systemd that is no server: the driver's, the container engine's, a scheduler's.
+#: A systemd unit that is not a server: of the driver, the container engine, a scheduler.
 OTHER_UNIT = re.compile(
     r"\A(?:nvidia-(?:fabricmanager|persistenced|dcgm|imex)|nv-hostengine|dcgm\w{0,40}|docker|containerd"
     r"|cri-o|kubelet|slurm\w{1,5}|munge|systemd-\w{1,40}|sshd?|NetworkManager|snapd|cron)\.(?:service|socket)\b"
@@ -109,7 +109,7 @@ _RELEASE = re.compile(
     r"(?i)\bsglang(?:_router)?(?:[ :=v-]{1,4}| version[:= ]+v?|/sglang:v?)(0\.\d{1,2}\.\d{1,2}(?:\.?(?:post|rc)\d+)?)"
 )
 _OPTION = re.compile(r"--([a-z][a-z0-9-]{1,60})(?:[= ]([^\s-]\S*|-\d\S*))?")
-#: Short names of options, by the name that the arguments have.
+#: The arguments' names of options with several names.
 _ALIASES = {
     "tp": "tp_size", "tensor_parallel_size": "tp_size", "dp": "dp_size", "data_parallel_size": "dp_size",
     "pp": "pp_size", "pipeline_parallel_size": "pp_size", "ep": "ep_size", "expert_parallel_size": "ep_size",
@@ -119,10 +119,10 @@ _MAX_ARGUMENTS = 20_000
 
 
 def level_of(text: str) -> LineLevel:
-    """Return how bad a line is, by its own word where it has one, else by the words in it."""
+    """Return the level of a line: the level that it states, else one by the words in it."""
     if _PROSE.match(text):
         return "info"
-    # A router only informs that it waits for its workers.
+    # A router logs at level INFO that its workers are not ready, so here the words count.
     is_by_words = "NCCL WARN" in text or "not ready yet" in text
     if not is_by_words and (stated := _STATED.match(text)) and stated[1] in _BY_WORD:
         return _BY_WORD[stated[1]]
@@ -131,18 +131,18 @@ def level_of(text: str) -> LineLevel:
 
 
 def is_complaint(text: str) -> bool:
-    """Return whether a line says of itself that it tells something bad, whatever else is in it."""
+    """Return whether a line states a level above INFO, whatever words are in it."""
     stated = _STATED.match(text)
     return stated is not None and stated[1] not in ("DEBUG", "INFO")
 
 
 def row_of(rows: _Rows, text: str) -> tuple[str, bool] | None:
-    """Return which of `STAGES`, or of `STOPS` (who asked the server to end), a line tells, and whether it is done."""
+    """Return the name of the row of `STAGES` or `STOPS` (who stopped the server) that a line matches, and `is_done`."""
     return next(((name, is_done) for name, is_done, pattern in rows if pattern.search(text)), None)
 
 
 def exit_of(text: str) -> tuple[int | None, str] | None:
-    """Return the exit status and the signal by which a line says that a process ended; None where it says none."""
+    """Return the exit status and the signal with which a process ended, by a line; None if the line has neither."""
     match = _CODE.search(text[:1000])
     if match is None:
         return None
@@ -154,13 +154,13 @@ def exit_of(text: str) -> tuple[int | None, str] | None:
         return None, f"SIG{match['name']}" if match["status"] != "0" else ""
     code = int(match["code"] or match["status"] or match["docker"] or 0)
     if code > 0 and code & 0x7F != 0x7F and "unexpectedly failed with" in text:
-        # SGLang's handler of SIGCHLD prints the status as waitpid(2) has it.
+        # SGLang's handler of SIGCHLD prints the status in the form of waitpid(2).
         return (None, signal_name(code & 0x7F)) if code & 0x7F else (code >> 8, "")
     return code, signal_name(-code if code < 0 else code - 128 if code > 128 else 0)
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; empty for a number that no signal has."""
+    """Return the name of a signal; empty for a number without a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -168,10 +168,10 @@ def signal_name(number: int) -> str:
 
 
 def subject_of(text: str) -> str:
-    """Return the short name of the process that a line of another one speaks of; empty where it names none."""
+    """Return the short name of the process that a line of another process is about; empty if it names no process."""
     match = _SUBJECT.search(text[:600])
     if match is None:
-        # A container ends with its first process; a status above 128 may be the signal of a child.
+        # A container exits with its first process, but a status above 128 may be from the signal of a child.
         return "main process" if re.search(r"Exited \((?:\d{1,2}|1[01]\d|12[0-8])\)", text[:600]) else ""
     if match["detokenizer"]:
         return "detokenizer"
@@ -202,7 +202,7 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 
 def release_of(text: str) -> str:
-    """Return SGLang's release where a line says it; empty where it does not."""
+    """Return SGLang's release in a line; empty if the line has no release."""
     match = _RELEASE.search(text[:600])
     return match[1] if match else ""
 

@@ -1,11 +1,11 @@
-"""Lines of the kernel's log that say something of memory, a GPU, a device or a process."""
+"""Parses lines of the kernel's log about memory, a GPU, a device or a process."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-#: The kind of `model.event.Kernel`, and what tells it; named groups become its fields or facts.
+#: The kinds of `model.event.Kernel` and their patterns; named groups become fields or facts of the event.
 _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
@@ -53,7 +53,7 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the kind of a kernel line and its facts; None where it says nothing of these."""
+    """Return the kind of a kernel line and its facts; None if the line is of no such kind."""
     for kind, pattern in _PATTERNS:
         if match := pattern.search(text[:2000]):
             return kind, {name: value for name, value in match.groupdict().items() if value}
@@ -61,7 +61,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def is_telling(text: str) -> bool:
-    """Return whether a line without the kernel's carrier has words that only the kernel says."""
+    """Return whether a line without the kernel's prefix contains words that only the kernel logs."""
     return (
         "NVRM: Xid" in text
         or "[NV_ERR_NO_MEMORY]" in text

@@ -1,4 +1,4 @@
-"""Events from files of plain text: what is in them is known by its content, and one file may hold everything."""
+"""Reads events from text files: the content shows the kind of evidence, and one file may contain all kinds."""
 
 from __future__ import annotations
 
@@ -54,30 +54,30 @@ from sglang_crashkit.sources.text import (
 from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, kernel_time, seconds
 
 _RANKS = r"(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d{1,5}"
-#: What --log-requests prints of a request, before what users and the model said in it.
+#: The part of a line of --log-requests before the text of users and the model.
 _REQUEST = re.compile(r"(?:Receive(?: OpenAI)?|Finish): obj=\w{0,80}(?:\(rid='?[\w-]{0,80})?")
 _OWN = re.compile(
     r"\[(?P<at>(?:(?:\d{4}-)?\d\d-\d\d )?\d\d:\d\d:\d\d)(?:[,.]\d{1,6})?(?P<who> [^\]\[]{1,60})?\] ?"
     r"(?:\[\w{1,60}\.py:\d{1,6}\] ?)?(?:\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\]:? ?)?"
 )
-#: What is left of it where the time was cut out of a pasted line.
+#: SGLang's prefix in a pasted line from which the time was removed.
 _OWN_RANKS = re.compile(rf"(?P<at>)\[ ?(?P<who>(?:{_RANKS} ?){{1,5}})\] ?(?=\S)")
-#: A format of a logger's own, such as ``2026-10-05 08:00:00 INFO 77 [DP3 TP3 scheduler.py:310] …``.
+#: The format of another logger, such as ``2026-10-05 08:00:00 INFO 77 [DP3 TP3 scheduler.py:310] …``.
 _LOGGED = re.compile(
     r"\[?(?P<at>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,]\d{1,9})?\]?,? (?:- )?"
     r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL),? )?(?:\d{1,8} )?"
     rf"\[(?P<who>(?:{_RANKS} ?){{0,6}}(?:\w{{1,60}}\.py:\d{{1,6}})?)\] "
 )
-#: Of a time without a date or a year, as older releases and other programs have it, where no other line has one.
+#: The date for times without a date or a year (older releases, other programs) if no other line has one.
 _NO_DATE = "1970-01-01 00:00:00"
 _OTHER = re.compile(r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?)\]?[ :,-]")
 _DATE = re.compile(
     r"\b((?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d)(?: [AP]M)?(?: [A-Z]{3,4})? (20\d\d)\b"
 )
-#: PyTorch's own form has no zero before a month.
+#: Glog's prefix; PyTorch's form has no zero before the month.
 _GLOG = re.compile(r"(?:\[rank\d{1,5}\]:)?\[?[IWEF]\d{3,4}(?:\d{4})? (\d\d:\d\d:\d\d)")
 _AGREES_S = 900.0
-#: A process that is stopped, held, gone or in uninterruptible sleep; what others do no list of processes tells.
+#: A process in a list that is stopped, traced, dead or in uninterruptible sleep; other states show nothing.
 _LISTED = re.compile(
     r"(?:[a-z_][\w-]{0,31} +| *)(?P<pid>\d{1,8}) .{0,160}?(?<=\s)(?P<state>[TtDZX])[LNsl+<]{0,5} .{0,200}"
     r"(?P<title>sglang::\S{1,80})"
@@ -89,7 +89,7 @@ _PROCESS = re.compile(r"Process ([\w:.-]{1,120}):$")
 _THREAD = re.compile(r"Exception in thread ([^:]{1,120}):")
 _PREFIXED_FRAME = re.compile(r'([^|+]{1,160}?)(?=  File "[^"]{1,600}", line \d)')
 _BETWEEN_LINES = re.compile(r"\n|(?<=(?:it/s|s/it)\])(?=\[\d{4}-\d\d-\d\d )")
-#: How what ``py-spy dump --json`` prints begins.
+#: The beginning of the output of ``py-spy dump --json``.
 _PYSPY = re.compile(rb"\s*\[\s*\{")
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -105,38 +105,38 @@ _CUDA_KERNEL = re.compile(
 _RUNNING = re.compile(r"#running-req: (\d+)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _LOAD = re.compile(r'"num_waiting_reqs": ?(\d{1,9})\b|sglang:num_queue_reqs\{[^}]{0,400}\} (\d{1,9})')
-#: A page of metrics of a server that makes tokens.
+#: A page of metrics of a server that generates tokens.
 _AT_WORK = re.compile(r"sglang:gen_throughput\{[^}]{0,400}\} (?:[1-9]|0\.0{0,6}[1-9])")
 _OF_SIDE = re.compile(
     r"(?:\[[^\]]{0,60}\] )?(?:(Prefill|Decode) (?:transfer|bootstrap|handshake) failed"
     r"|(Prefill) batch.{0,300}#inflight-req|(Decode) batch.{0,300}#(?:transfer|prealloc)-req)"
 )
-#: What a pair has under way: transfers to a decode server; on the prefill side what waits for it, and its transfers.
+#: Transfers of a pair in flight: of a decode server; of a prefill server, with the requests that wait for a transfer.
 _TRANSFERS = re.compile(rb"#transfer-req: (\d+)|#(?:prealloc|bootstrap)-req: (\d+), #inflight-req: (\d+)")
-#: Requests of an operator or a trainer, which are no work for a batch.
+#: Control requests of an operator or a trainer, which need no batch.
 _CONTROL = re.compile(
     r"/(?:pause|continue)_generation|/\w*weights\w*|/(?:un)?load_lora_adapter|/flush_cache|/\w*_memory_occupation"
     r"|/\w+_profile|/set_internal_state|/(?:attach|detach|clear)_hicache\w*"
 )
-#: Who says a line where that is no SGLang: NCCL, gloo, C++, HIP, Rust, glog.
+#: Lines of libraries rather than SGLang: NCCL, gloo, C++, HIP, Rust, glog.
 _LIBRARY = re.compile(
     r"NCCL (?:WARN|INFO|ERROR)|ProcessGroupNCCL|\bncclInternalError\b|nccl\w{0,30}Error|\bgloo[/:]|\[enforce fail at"
     r"|ProcessGroupGloo|terminate called|^\s*what\(\):|Aborted \(core|Memory access fault by GPU|\bHIP error\b|\bROCr\b"
     r"|:0:rocdevice|panicked at|RUST_BACKTRACE|^[IWEF]\d{4}(?:\d{4})? \d\d:\d\d:\d\d"
 )
-#: What runs in one process alone whose lines have no name, which a rank's line may stand before.
+#: Functions that run only in one process whose log lines have no name; a rank's line may come before its traceback.
 _WITHOUT_A_NAME = {"run_detokenizer_process": "detokenizer", "init_tokenizer_manager": "tokenizer"}
-#: Of one file: bytes that are held at once where it is no log; files in a folder; distinct lines of a level.
+#: Most bytes of a dump or a snapshot, and of other JSON; most files in a folder; most distinct lines in a file.
 _MAX_WHOLE, _MAX_JSON, _MAX_FILES, _MAX_LINES = 64 << 20, 8 << 20, 4096, 4000
-#: Of a message, characters; lines after its first one, and characters of each.
+#: Most characters of a message; most lines after its first one, and most characters of each.
 _MAX_MESSAGE, _MAX_MORE, _MAX_MORE_LINE = 2000, 12, 300
-#: Of each process, the last lines that say nothing bad, and the last batches.
+#: The number of last harmless lines, and of last batches, that are kept of each process.
 _LAST_LINES = _LAST_BATCHES = 100
 _HEAD = 400
 _Made = TypeVar("_Made", bound=Event)
-#: Of a line of a batch, or of the web server, so many bytes: more of it is a path of any length.
+#: Most bytes of a line of a batch or of the web server; the rest of a longer line is a path.
 _MAX_BATCH = 600
-#: A line of a batch, or of a request that was answered, behind SGLang's own time; and a carrier's time before that.
+#: A line of a batch or of an answered request, after SGLang's own time; and a carrier's time before that.
 _USUAL = re.compile(
     rb"(?P<before>.{0,120}?)\[(?P<at>20\d\d-\d\d-\d\d \d\d:\d\d:\d\d)(?P<who>[^\]]{0,80})\] "
     rb"(?:(?P<batch>Decode|Prefill) batch|INFO: [^\"]{1,72}(?P<answer>\".{1,400}))"
@@ -151,16 +151,16 @@ def read(
     *,
     beside: Sequence[Path] = (),
 ) -> Iterator[Event]:
-    """Yield what some files hold, in the order of the files; of one that is cut off, what it holds until there.
+    """Yield the events of files, in the order of the files; of a file that is cut off, the events up to there.
 
     Args:
-        paths: what somebody named: files, pipes, folders, or ``-`` for the standard input.
-        problems: gets why some cannot be read, or not to their end, where others can.
-        beside: files not given by name, such as an incident's; what is no regular file, such as a pipe, is left out.
+        paths: the files, pipes and folders that the user named; ``-`` is the standard input.
+        problems: receives the errors of files that cannot be read, or not to their end, if others can.
+        beside: files that the user did not name, such as an incident's; only regular files and folders are read.
 
     Raises:
-        NothingToDoError: one of them is not there, and there are no `problems` or no others.
-        CrashkitError: the same of one that cannot be read.
+        NothingToDoError: a path does not exist, and `problems` is None or no file can be read.
+        CrashkitError: a file cannot be read, under the same conditions.
     """
     readers, order, date = [], 0, _NO_DATE
     met: list[CrashkitError] = []
@@ -194,7 +194,7 @@ def _pyspy_stacks(data: bytes) -> Iterator[Stack]:
 
 
 def _files(path: Path, met: list[CrashkitError], *, is_named: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield the files that a path stands for, and of each whether it is a pipe, whose end is waited for."""
+    """Yield the files that a path stands for, each with whether it is a pipe, which is read to its end."""
     if str(path) == "-":
         yield path, True
     elif path.is_dir():
@@ -202,7 +202,7 @@ def _files(path: Path, met: list[CrashkitError], *, is_named: bool) -> Iterator[
     elif path.is_file():
         yield path, False
     elif is_named and path.is_fifo():
-        # Such as /dev/fd/63, which a shell makes of <(zcat log.gz).
+        # Such as /dev/fd/63, the shell's form of <(zcat log.gz).
         yield path, True
     elif is_named:
         what = f"{path} is no file and no pipe" if path.exists() else f"there is no file {path}"
@@ -211,20 +211,20 @@ def _files(path: Path, met: list[CrashkitError], *, is_named: bool) -> Iterator[
 
 @dataclass
 class _Stream:
-    """The lines of one program in a file: what tells it apart is its carrier's key."""
+    """The state of reading the lines of one program in a file, which the carrier's key identifies."""
 
     at: float = 0.0
     has_own_time: bool = False
-    who: str = ""  # of the last line that said so
-    names: set[str] = field(default_factory=set)  # the first two of these
+    who: str = ""  # of the last line that named a process
+    names: set[str] = field(default_factory=set)  # the first two of these names
     thread: str = ""
     said: str = ""  # the last line before a traceback
-    more: list[str] = field(default_factory=list)  # what follows SGLang's last line without a prefix of its own
+    more: list[str] = field(default_factory=list)  # the lines without a prefix that follow SGLang's last line
     traceback: tracebacks.Traceback | None = None
-    prefix: re.Pattern[str] | None = None  # what a logger of another program puts before each line of it
+    prefix: re.Pattern[str] | None = None  # the prefix that another program's logger puts before each line of it
     block: stacks.StackBlock | None = None
-    headed: str = ""  # whose stack it is by a line before it of the rank's name alone
-    started: tuple[float, int] = (0.0, 0)  # time and place of the first line of either
+    headed: str = ""  # the rank's name, if the line before the stack contains nothing else
+    started: tuple[float, int] = (0.0, 0)  # time and order of the first line of the traceback or the block
 
 
 @dataclass
@@ -238,7 +238,7 @@ class _Batches:
     recent: deque[tuple[float, bytes]] = field(default_factory=lambda: deque(maxlen=_LAST_BATCHES))  # time and line
 
     def transfers(self) -> tuple[int, float]:
-        """Return how many requests a pair has under way, and since when that has not fallen."""
+        """Return the number of transfers of a pair in flight, and since when that number has not fallen."""
         now, since = 0, 0.0
         for at, line in self.recent:
             found = _TRANSFERS.search(line)
@@ -252,30 +252,30 @@ class _File:
     path: Path
     order: int
     is_pipe: bool
-    has_own_clock: bool = False  # its lines have SGLang's own time, which the carrier's clock need not agree with
-    events: list[tuple[str, Event]] = field(default_factory=list)  # with the key of its stream
+    has_own_clock: bool = False  # its lines have SGLang's own time, which may differ from the carrier's
+    events: list[tuple[str, Event]] = field(default_factory=list)  # each with the key of its stream
     streams: dict[str, _Stream] = field(default_factory=lambda: defaultdict(_Stream))
     batches: dict[tuple[str, str, str, int], _Batches] = field(default_factory=dict)
     lines: dict[tuple[str, str, LineLevel, str], list[Any]] = field(default_factory=dict)
     last: dict[tuple[str, str], deque[Line]] = field(default_factory=dict)
-    #: Exceptions without a traceback, each with the lines after its own one: in SGLang's lines, and in those of others.
+    #: Exceptions without a traceback, each with the lines after it: in SGLang's lines, and in other lines.
     raised: list[tuple[str, Raised, list[str]]] = field(default_factory=list)
     bare: list[tuple[str, Raised, list[str]]] = field(default_factory=list)
-    date: str = _NO_DATE  # the last whole time, or the first one that is to come; before it, the file's before
-    time: float = 0.0  # of the last line that has one
-    sample: str = ""  # of what was not understood
+    date: str = _NO_DATE  # the last time with a date, at first the file's first one, else the previous file's
+    time: float = 0.0  # of the last line with a time
+    sample: str = ""  # the first line of the file, shown if nothing in it is understood
     understood: bool = False
-    broken: Exception | None = None  # why it cannot be read any further
+    broken: Exception | None = None  # the error that ended the reading
 
     def __post_init__(self) -> None:
-        self.before = self.order  # the lines of the files before, which its own are ordered behind
+        self.before = self.order  # the order before its first line
 
     def read(self) -> None:
-        """Read the file whole; what is in it is in `events` then."""
+        """Read the whole file into `events`."""
         for step in (self._read_all, self._end):
             try:
                 step()
-            except Exception as error:  # noqa: BLE001 - what is odd in one file costs no other file
+            except Exception as error:  # noqa: BLE001 - a bad file must not stop the others
                 self.broken = self.broken or error
         if self.broken is not None:
             why = getattr(self.broken, "strerror", None) or self.broken
@@ -289,7 +289,7 @@ class _File:
                 self._read_lines(head, opened)
 
     def _some(self, opened: BinaryIO, most: int) -> bytes:
-        """Return the next bytes of the file, fewer at its end; of one that is cut off all that there is."""
+        """Return up to `most` bytes of the file: fewer at its end, or where a file is cut off."""
         found = b""
         while len(found) < most and self.broken is None:
             try:
@@ -310,7 +310,7 @@ class _File:
                 raise OSError(errno.EBADF, "the standard input is closed")
             source = io.BufferedReader(sys.stdin.buffer)
         else:
-            # A file may be another one by now than it was when it was found.
+            # The file may have been replaced since it was found.
             source = self.path.open("rb") if self.is_pipe else open_regular(self.path, follow=True)
         with source as raw:
             if raw.peek(2)[:2] != _ZIPPED:
@@ -320,13 +320,13 @@ class _File:
                 yield opened
 
     def _special(self, head: bytes, opened: BinaryIO) -> bool:
-        """Read a file that is no text by lines; return whether it was one."""
+        """Read a file that is not lines of text; return whether it was such a file."""
         dump = partial(recorders.collectives_of, path=self.path)
 
         def look(data: bytes) -> Iterable[Event]:
             return snapshots.stacks_in(snapshot.parse(data))
 
-        # What is JSON takes many times its size.
+        # Parsed JSON takes many times the size of its text.
         forms: tuple[tuple[bool, str, Callable[[bytes], Iterable[Event]], int], ...] = (
             (recorders.is_dump(head), "a dump of a flight recorder", dump, MAX_BYTES),
             (crash_dumps.is_dump(head), "a dump of requests", crash_dumps.events_of, _MAX_WHOLE),
@@ -371,7 +371,7 @@ class _File:
 
         @lru_cache(maxsize=_MAX_LINES)
         def stream_of(before: bytes) -> str | None:
-            """Return the stream of a line by what stands before SGLang's time; None where that is no carrier's."""
+            """Return the stream of a line from the text before SGLang's time; None if that is no carrier's prefix."""
             carried = carrier.strip(f"{before.decode(errors='replace')}[20")
             return carried.stream if carried.text == "[20" and not carried.at else None
 
@@ -383,7 +383,7 @@ class _File:
             if _FENCE.match(decoded):
                 continue
             carried = carrier.strip(decoded)
-            # A logger that writes JSON has a whole traceback in one line; a bar of progress has no end of its own.
+            # A JSON logger writes a whole traceback in one line; a progress bar does not end its line.
             for part in _BETWEEN_LINES.split(carried.text):
                 self._take(replace(carried, text=part))
             if not self.sample and carried.text.strip():
@@ -399,11 +399,11 @@ class _File:
                 if rest:
                     yield rest
                 return
-            # A line without an end costs no more than its beginning.
+            # Of an endless line only the beginning is kept in memory.
             rest = rest[: 2 * MAX_LINE] + chunk
 
     def _is_usual(self, line: bytes, stream_of: Callable[[bytes], str | None]) -> bool:
-        """Take a line of a batch, or of a request that was answered, without looking at it any closer."""
+        """Take a line of a batch or of an answered request by a fast path; return whether it was such a line."""
         match = _USUAL.match(line)
         if match is None or (key := stream_of(_CARRIER_TIME.sub(b"", match["before"]))) is None:
             return False
@@ -433,9 +433,9 @@ class _File:
         text, key = carried.text, carried.stream
         stream = self.streams[key]
         if not stream.has_own_time and not carried.at and self.time:
-            # A stream without times, such as what srun says of its tasks, is beside the others.
+            # A stream without times, such as srun's own messages, gets the time of the lines around it.
             stream.at = self.time
-        # What stands in a line of SGLang's own may be anybody's words.
+        # A line of SGLang may quote any text, so kernel messages in it do not count.
         if carried.is_kernel or (kernel_lines.is_telling(text) and not _OWN.match(text.lstrip())):
             self._kernel(carried, key, stream)
             return
@@ -446,9 +446,9 @@ class _File:
             if match and stream.traceback.take(text[match.end() :]):
                 return
         if text[:1] == " " and _OWN.match(text.lstrip()):
-            text = text.lstrip()  # a page's indentation
+            text = text.lstrip()  # indentation of a pasted page
         if 'File \\"' in text:
-            text = text.replace('\\"', '"')  # as a JSON string has it
+            text = text.replace('\\"', '"')  # escaped in a JSON string
         own = _OWN.match(text) or _LOGGED.match(text) or _OWN_RANKS.match(text)
         if own:
             self._close(stream, key)
@@ -467,11 +467,11 @@ class _File:
                 stream.at, stream.has_own_time = at, True
                 self.time = at
         elif glog := _GLOG.match(text):
-            # It has no year, and may have another zone: it counts where it agrees with the lines around it.
+            # It has no year and may be in another time zone: use it only if it is close to the lines around it.
             at = stream.at - stream.at % 86400 + seconds(f"1970-01-01 {glog[1]}")
             stream.at = at if abs(at - stream.at) < _AGREES_S else stream.at
         elif (date := _DATE.search(text[:200])) and (at := kernel_time(f"{date[1]} {date[2]}")):
-            # What `date` printed: somebody looked at it then.
+            # The output of `date`: a person looked at the server then.
             stream.at = at
         elif carried.at and not stream.has_own_time and not self.has_own_clock:
             stream.at = carried.at
@@ -484,7 +484,7 @@ class _File:
                 if block is not None:
                     stream.started = (stream.at, self.order)
                     block.title = stream.said if block.is_bare else block.title
-                    # By itself faulthandler prints a dump where a process dies; one in a log was called for.
+                    # A dump without its head that begins a file is of a process that died; in a log it was requested.
                     block.fatal = "a signal" if block.is_cut and self.order == self.before + 1 else block.fatal
                     stream.headed = _name(match[1].replace("_", " ")) if (match := _HEADING.match(stream.said)) else ""
             stream.block = block
@@ -501,7 +501,7 @@ class _File:
         self._close(stream, key)
         said = text.partition(tracebacks.HEADER)[0].strip() if tracebacks.HEADER in text else ""
         is_cut = tracebacks.HEADER[:-1] not in text
-        before = "" if is_cut and stream.said[:1] == " " else stream.said  # a frame's source line, as it is cut there
+        before = "" if is_cut and stream.said[:1] == " " else stream.said  # the source line of a frame that was cut off
         stream.traceback = tracebacks.Traceback(said=(said or before)[:400], is_cut=is_cut)
         stream.started = (stream.at, self.order)
         if rank := _RANK.match(text):
@@ -515,7 +515,7 @@ class _File:
         if stream.traceback is not None:
             chain, said = stream.traceback.chain(), stream.traceback.said
             if not chain and stream.who and "hit an exception" in said:
-                chain = (Error(type=""),)  # the log ends there
+                chain = (Error(type=""),)  # the log ends after this line
             if chain:
                 who = facts.subject_of(said) if said.startswith("Process ") else ""
                 alone = (_WITHOUT_A_NAME[one.function] for one in chain[0].frames if one.function in _WITHOUT_A_NAME)
@@ -531,7 +531,7 @@ class _File:
             block.title = "" if block.is_bare else block.title
             if block.threads or block.fatal:
                 sample = block.sample()
-                # In a log of many ranks the line before a fatal signal is of any of them.
+                # In a log of several ranks, the line before a fatal signal may be from any of them.
                 names = stream.names | {one[1] for one in self.batches if one[0] == key and one[1]}
                 near = "" if block.fatal and len(names) > 1 else stream.who
                 for who in told or [stacks.who_of(sample.title) or stream.headed or near]:
@@ -554,7 +554,7 @@ class _File:
     def _line(self, text: str, key: str, stream: _Stream, *, is_own: bool, program: str) -> None:
         is_next = not is_own and not stream.more and stream.said.endswith("hit an exception:")
         if is_next and tracebacks.bare_exception(text):
-            # Somebody left the traceback out, between a line of SGLang's own and this one.
+            # The traceback between SGLang's line and this one was left out of the text.
             is_own, stream.more = True, []
         at, who = stream.at, stream.who if is_own else ""
 
@@ -571,7 +571,7 @@ class _File:
         access = facts.ACCESS.search(text)
         kind, status = _kind_of(access) if access and "://" not in access[2] else ("", 0)
         if access and access["passed"]:
-            # What a router passed on is one of its servers' answer, of which one it does not say.
+            # A router's line about an answer of one of its servers, which it does not name.
             kind = "passed" if kind == "answer" and not facts.is_complaint(text) else ""
         if kind:
             self._count(key, "", kind, status, text.encode()[:_MAX_BATCH], at)
@@ -617,11 +617,11 @@ class _File:
         stop = facts.row_of(facts.STOPS, text[:600]) if not is_other else None
         if stop is not None and not (stop[0] == "systemd" and program not in ("systemd", "")):
             add(Stop, by=stop[0], is_end=stop[1], text=text[:400])
-        # What failed, or what somebody is told to try, is no stage.
+        # An exception, or a numbered piece of advice, is not a stage.
         if not bare and text[1:2] != "." and (stage := facts.row_of(facts.STAGES, text[:400])) is not None:
             add(Stage, name=stage[0], is_done=stage[1], text=text[:200])
         if (ended := facts.exit_of(text)) is not None and ended != (0, "") and not is_other:
-            # The line before may say whose it is.
+            # The line before may name the process.
             subject = facts.subject_of(text) or (facts.subject_of(stream.said) if text.startswith("Exit code") else "")
             add(Exit, who=subject, code=ended[0], signal=ended[1], text=text[:400])
         stream.said = text[:400]
@@ -651,7 +651,7 @@ class _File:
     def _end(self) -> None:
         for key, stream in self.streams.items():
             self._close(stream, key)
-        # Those of others are what there is in an excerpt; in a whole log they are somebody's own.
+        # Other programs' exceptions count only in an excerpt; in a whole log they are unrelated to SGLang.
         is_whole = bool(self.events or self.batches or self.raised)
         for key, raised, more in self.raised if is_whole else self.bare:
             text = "\n".join([raised.error.text, *more])[:_MAX_MESSAGE]
@@ -681,9 +681,9 @@ class _File:
 
 
 def _kind_of(access: re.Match[str]) -> tuple[str, int]:
-    """Return the kind of progress that a line of the web server tells, or the path of a control request; its status."""
+    """Return the kind of progress in a line of the web server, or the path of a control request; and the status."""
     method, path, status = access[1], access[2], int(access["status"])
-    # Requests that register a server with a router say nothing of that server's own work.
+    # Requests that register a server with a router do not show that the server works.
     if path.startswith(("/health", "/ping", "/readyz", "/livez", "/workers", "/add_worker", "/remove_worker")):
         return "health", status
     if status >= 400:
@@ -694,19 +694,19 @@ def _kind_of(access: re.Match[str]) -> tuple[str, int]:
 
 @lru_cache(maxsize=_MAX_LINES)
 def _answer(text: bytes) -> tuple[str, int] | None:
-    """Return what `_kind_of` says of the end of a line, from the method on; None where that is none of the server's."""
+    """Return `_kind_of` for the end of a line, from the method on; None if the server did not answer there."""
     access = facts.ACCESS.search(text.decode(errors="replace"))
     return _kind_of(access) if access and not access["passed"] else None
 
 
 @lru_cache(maxsize=_MAX_LINES)
 def _name(prefix: str) -> str:
-    # What stands behind the time: ranks, and in some releases the module.
+    # The text after the time contains the ranks, and in some releases the module.
     return " ".join(word for word in prefix.split() if re.fullmatch(_RANKS, word))
 
 
 def _placed(readers: Sequence[_File]) -> Iterator[Event]:
-    """Yield the events of all files, with the node and the side that each came from."""
+    """Yield the events of all files, each with its node and its side."""
     programs: dict[tuple[int, str], list[Event]] = {}
     for number, reader in enumerate(readers):
         for key, event in reader.events:
@@ -730,7 +730,7 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
         nodes |= {one: nodes[one] or names[one] for one in serving}
     for one, event in ((one, event) for one, own in programs.items() for event in own):
         place: dict[str, Any] = {"node": nodes[one], "side": sides[one]} if nodes[one] or sides[one] else {}
-        # What is told of it may be cut, wrapped or put into a link, so secrets are taken out here.
+        # Later output may cut or wrap the text or put it into a link, so secrets are removed here.
         fields = place | {name: redact_text(text) for name in ("text", "said") if (text := getattr(event, name, ""))}
         if isinstance(event, Raised):
             errors = (msgspec.structs.replace(error, text=redact_text(error.text)) for error in event.chain)
@@ -741,7 +741,7 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
 
 
 def _side_said(events: Sequence[Event]) -> str:
-    """Return the side of a pair whose words a program's lines and batches have; empty where they have none, or both."""
+    """Return the side of a pair that a program's lines and batches show; empty if they show neither or both."""
     texts = (getattr(event, "text", "") for event in events)
     said = {one for text in texts if (match := _OF_SIDE.match(text)) for one in match.groups() if one}
     return said.pop().lower() if len(said) == 1 else ""

@@ -1,4 +1,4 @@
-"""Dumps of PyTorch's flight recorder, as JSON or as a pickle: the last collectives of one rank."""
+"""Reads dumps of PyTorch's flight recorder, in JSON or as a pickle: the last collectives of one rank."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 from sglang_crashkit.model.event import Collective
 from sglang_crashkit.model.flight_dump import Entry, FlightDumpError, parse_document, parse_dump
 
-#: Of each process group, so many of the last collectives.
+#: The number of last collectives to return of each process group.
 _LAST = 16
 _RANK = re.compile(r"(\d{1,6})(?:\.\w{1,8})?$")
 
 
 def is_dump(head: bytes) -> bool:
-    """Return whether a file begins as such a dump does."""
+    """Return whether a file begins like such a dump."""
     return (head[:2] == b"\x80\x02" and b"pg_config" in head) or (
         head.lstrip()[:1] == b"{" and (b'"pg_config"' in head or b'"collective_seq_id"' in head)
     )
 
 
 def collectives_of(data: bytes, path: Path) -> Iterator[Collective]:
-    """Yield the last collectives of a dump; the rank is the dump's own word, or the number at the end of the name.
+    """Yield the last collectives of a dump; the rank is from the dump, else the number at the end of the file's name.
 
     Raises:
-        FlightDumpError: this is not a dump, or it is cut off, or too large.
+        FlightDumpError: the data is not a dump, is cut off, or is too large.
     """
     named = _RANK.search(path.name)
     rank = int(named[1]) if named else -1

@@ -1,4 +1,4 @@
-"""Stacks as text, of py-spy, faulthandler, gdb, cuda-gdb and a library's handler of signals: blocks of lines."""
+"""Parses stacks in text, in blocks of lines: of py-spy, faulthandler, gdb, cuda-gdb and libraries' signal handlers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _THREAD = re.compile(r'Thread (0x[0-9A-Fa-f]+|\d+)(?: \(([\w+ ]{1,40})\))?(?:: "
 _PYSPY_FRAME = re.compile(
     r"\s{1,12}(?!File )(\S[^()]{0,400}?(?:\([^()]{0,80}\))?[^()]{0,200}?) \(([^()]{1,600}?)(?::(\d{1,9}))?\)\s*$"
 )
-#: py-spy top: the functions that most samples were in come first, and their callers, which all were in, last.
+#: py-spy top: the functions of most samples come first, and their callers, which are in all samples, last.
 _TOP = re.compile(r"Collecting samples from '(.{1,600}?)'? \(python v")
 _TOP_NOTE = re.compile(
     r"Total Samples \d|GIL: +(?P<gil>\d{1,3}(?:\.\d{1,2})?)%, Active: +(?P<active>\d{1,3}(?:\.\d{1,2})?)%|%Own +%Total "
 )
 _TOP_FRAME = re.compile(r"[\d.]{1,6}% +(\d{1,3})(?:\.\d{1,2})?% +[\d.]{1,9}s +[\d.]{1,9}s (?= {1,8}\S)")
-#: A frame that somebody pasted without the thread that it is of.
+#: A frame that was pasted without its thread.
 _PATH = r"[\w.-]{1,80}/"
 _BARE_FRAME = re.compile(
     r"\s{0,12}([A-Za-z_<][\w.<>]{0,120}) "
@@ -31,7 +31,7 @@ _FAULT = re.compile(r"Fatal Python error: (.{1,200})")
 _FAULT_THREAD = re.compile(
     r"(Current thread|Thread) (0x[0-9a-fA-F]+|\d+)(?: \[?([^()\]]{0,80})\]?)? ?\(most recent call first\):"
 )
-#: Of several processes that wrote their stacks through each other.
+#: Frames of several processes that wrote their stacks at the same time.
 _MIXED_FRAME = re.compile(r"File.{0,10}File[^/]{0,10}((?:/[\w.+-]{1,80}){2,16}?\.py)")
 _FAULT_FRAME = re.compile(r'\s+File "([^"]{1,600})", line (\d{1,9}|\?{3}) in (.{1,300})')
 _GDB_THREAD = re.compile(r"Thread (\d+) \((?:Thread 0x[0-9a-f]+ )?\(?LWP (\d+)\)?(?: \"([^\"]{0,80})\")?\)?")
@@ -39,7 +39,7 @@ _GDB_FRAME = re.compile(
     r"#(\d{1,4})\s{1,8}(?:0x[0-9a-f]{1,16} in )?([^\s(][^(]{0,400}?) ?\((.{0,1000}?)\)?"
     r"(?: (?:at|from) (\S{1,600}?)(?::(\d{1,9}))?)?$"
 )
-#: What a library that handles a fatal signal prints before its frames: TVM, UCX, glog, Abseil, Open MPI; and gdb.
+#: The line before the frames from a library's handler of a fatal signal (TVM, UCX, glog, Abseil, Open MPI), or gdb.
 _SIGNALLED = re.compile(
     r"!!! ?(?P<tvm>Segfault) encountered|Caught signal \d{1,2} \((?P<ucx>Segmentation fault|Bus error|Aborted)"
     r"|\*{3} (?P<glog>SIG(?:SEGV|ABRT|BUS|ILL|FPE))\b.{0,80} received|Signal: (?P<mpi>[A-Z][\w ]{2,30}) \(\d{1,2}\)"
@@ -65,23 +65,23 @@ _NATIVE_FRAME = re.compile(
 _SIGNALLED_PID = re.compile(r"\[[\w.-]{1,80}:(\d{1,9})(?: *:\d{1,9}){0,2}\]|by PID (\d{1,9})")
 _SIGNAL_NOTE = re.compile(r"={2,40}|(?:\[[\w.:-]{1,100}\] )?(?:\*{3} |Signal code|Failing at)")
 _RANKS = re.compile(r"(PP|DP|TP|EP|ATTN_CP|MOE_DP|CP)_?(\d+)")
-#: Frames of one thread, threads of one process.
+#: Most frames of a thread, most threads of a process.
 _MAX_FRAMES, _MAX_THREADS = 400, 2000
-#: In more than so many of 100 samples a thread was at work, or in a function.
+#: A thread in more than this many of 100 samples of py-spy top counts as active, or as in a function.
 _OFTEN = 50
 
 
 @dataclass
 class StackBlock:
-    """One process's stacks while their lines are read."""
+    """The stacks of one process while their lines are read."""
 
     by: str
     pid: int = 0
     title: str = ""
     fatal: str = ""
-    is_cut: bool = False  # its head is not there
-    is_bare: bool = False  # without any header; the title is what was said before it
-    threads: list[tuple[Thread, list[Frame]]] = field(default_factory=list)  # the frames of each grow
+    is_cut: bool = False  # its head is missing
+    is_bare: bool = False  # without a header; the title is the line before it
+    threads: list[tuple[Thread, list[Frame]]] = field(default_factory=list)  # each with its frames so far
 
     def begin(self, name: str, native_id: int | None, *, active: bool = False, gil: bool = False) -> None:
         """Begin another thread."""
@@ -96,10 +96,10 @@ class StackBlock:
             self.threads[-1][1].append(Frame(function, short_path(path), int(line) if line and line.isdigit() else 0))
 
     def sample(self) -> Sample:
-        """Return what was read of it."""
+        """Return the stacks that were read."""
         every = [replace(thread, frames=tuple(frames)) for thread, frames in self.threads if frames]
         python = [replace(one, frames=tuple(filter(is_python, one.frames))) for one in every]
-        # gdb names no process: its first thread, which it prints last, has the process's id and its name.
+        # gdb names no process, but its first thread, printed last, has the process's id and name.
         first = self.threads[-1][0] if self.by == "gdb" and self.threads else Thread("", 0, False, False, ())
         return Sample(
             pid=self.pid or first.native_id or 0,
@@ -110,12 +110,12 @@ class StackBlock:
 
 
 def _begun(block: StackBlock | None, by: str, **fields: Any) -> StackBlock:
-    """Return the block that goes on where it is of the same tool, else a new one."""
+    """Return the block if it is of the same tool, else a new block."""
     return block if block is not None and block.by == by else StackBlock(by, **fields)
 
 
 def is_python(frame: Frame) -> bool:
-    """Return whether a frame is one of Python's own."""
+    """Return whether a frame is a Python frame."""
     return frame.file.endswith((".py", ".pyx")) or frame.file.startswith("<")
 
 
@@ -123,7 +123,7 @@ def who_of(title: str) -> str:
     """Return the short name in a process title: ``sglang::scheduler_DP1_TP3`` is ``DP1 TP3``."""
     if ranks := _RANKS.findall(title):
         return " ".join(f"{name}{number}" for name, number in ranks)
-    # The kernel keeps fifteen characters of a thread's name.
+    # The kernel keeps only fifteen characters of a thread's name.
     named = {"schedul": "scheduler", "detoken": "detokenizer", "router": "router", "trainer": "trainer"}
     named |= dict.fromkeys(("launch_server", "sglang serve", "tokenizer"), "tokenizer")
     return next((role for word, role in named.items() if word in title), "")
@@ -144,7 +144,7 @@ def begins(text: str) -> bool:
 
 
 def ranks_said(said: str) -> list[str]:
-    """Return whose stack a sentence introduces: ``TP1-3 wait in:`` is of three; empty where it names no rank."""
+    """Return the ranks that a sentence before a stack names: three for ``TP1-3 wait in:``; empty without a rank."""
     if (match := _SAID.search(said)) is None:
         return []
     first, last = int(match[1]), int(match[2] or match[1])
@@ -156,12 +156,12 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
     """Take a line into a block of stacks.
 
     Returns:
-        The block that goes on, another one where the line begins one; and whether the line belongs to it. None and
-        False where the line belongs to no stack.
+        The block that continues, or a new one if the line begins one; and whether the line belongs to it. None and
+        False if the line belongs to no stack.
     """
     stripped = line.strip()
     if match := _PROCESS.match(line):
-        # Of multiprocessing (``Process sglang::scheduler_TP0:``) there is no pid, so it does not match.
+        # The line of multiprocessing (``Process sglang::scheduler_TP0:``) has no pid and does not match.
         return StackBlock("py-spy", int(match[1]), match[2].strip()), True
     if match := _TOP.match(stripped):
         return StackBlock("py-spy", title=match[1]), True
@@ -170,7 +170,7 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
             block.begin("MainThread", None, active=float(match["active"]) > _OFTEN, gil=float(match["gil"]) > _OFTEN)
         return block, True
     if match := _FAULT.match(stripped):
-        # faulthandler goes on where a library's handler of the same signal has ended.
+        # faulthandler's output may follow that of a library's handler of the same signal.
         block = _begun(block, "native")
         block.by = "faulthandler"
         block.fatal = next((words for words in _FATAL.values() if words in match[1]), match[1])
@@ -220,7 +220,7 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
         return None, False
     top = _TOP_FRAME.match(stripped)
     if block.by == "py-spy" and (match := _PYSPY_FRAME.match(stripped[top.end() :] if top else line)):
-        # What it was in now and then did not call the first one, and others did not call it.
+        # After the first function only those of most samples count: they are its callers.
         if top is None or int(top[1]) > _OFTEN or not (block.threads and block.threads[-1][1]):
             block.add(match[1].strip(), match[2], match[3])
         return block, True

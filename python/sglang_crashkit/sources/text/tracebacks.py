@@ -1,4 +1,4 @@
-"""Python tracebacks in the lines of one process, put together again: chained, cut at either end, in any thread."""
+"""Reassembles Python tracebacks from the lines of one process: chained, cut at either end, in any thread."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ _FRAME = re.compile(r'\s*File "([^"]{1,600})", line (\d{1,9})(?:,? (?:in )?(.{1,
 _EXCEPTION = re.compile(
     r"((?:[A-Za-z_]\w{0,80}\.){0,12}[A-Za-z_]\w{0,80})(?:\((?P<of>.{0,80})\))?(?:: (?P<text>.*)|:?)$"
 )
-#: What another program says of one: ``… (ModuleNotFoundError: No module named …)``.
+#: Another program's message about an exception: ``… (ModuleNotFoundError: No module named …)``.
 _IN_BRACKETS = re.compile(r"\(((?:\w{1,80}\.){0,12}\w{1,80}(?:Error|Exception)): (?P<text>[^()]{1,300})\)$")
-#: Names of exceptions that end in another way, as far as the field has them.
+#: The endings of exceptions' names.
 _ENDINGS = ("Error", "Exception", "Warning", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Empty", "Full")
 #: A frame in the box that `rich` draws, and the box's own lines.
 _BOXED_FRAME = re.compile(r"[│|] (\S{1,600}\.py):(\d{1,9}) in (\S{1,300})")
 _BOX = "╭│╰"
-#: What stands before each line of a group of exceptions, and around each of the group.
+#: The prefix of each line of an exception group, and the lines around each of its exceptions.
 _GROUP = re.compile(r"\s*[|+](?:(?:-\+)?-{4,}.{0,60}|\s)\s?")
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-#: How a line of a log begins; the lines of a message, as those of C++, begin otherwise.
+#: Beginnings of log lines; lines of a message, such as a C++ exception's, begin differently.
 _LOGGED = ("[20", "INFO", "WARNING", "ERROR", "Process ", "Exception in thread", "20", "$ ")
 _MAX_FRAMES, _MAX_TEXT, _MAX_CHAIN, _MAX_TEXT_LINES, _MAX_CODE = 300, 4000, 8, 60, 160
 
 
-#: A source line that is nothing but a call, or keeps what it returns.
+#: A source line that is a call, or an assignment or return of its result.
 _CALL = re.compile(r"(?:return |await |[\w., ]{1,80} = (?:await )?)?(?:\w{1,60}\.){0,6}(\w{1,80})\(")
-#: Source lines that tell no more than the message: an import, a raise, marks, and the head of a call that goes on.
+#: Source lines that add nothing to the message: an import, a raise, marks, and the first line of a longer call.
 _SAYS_NOTHING = re.compile(r"(?:import|from|raise)\b|[~^ ]*$|(?:\w+ = )?\w+\($")
-#: A source line that reads a variable of the environment, whose name then tells more than the frames.
+#: A source line that reads an environment variable, whose name tells more than the frames.
 _ENVIRONMENT = re.compile(r"\b(?:environ|getenv)\b.{0,8}[\"']\w")
 
 
@@ -44,9 +44,9 @@ class Traceback:
     """One traceback while its lines are read.
 
     Attributes:
-        said: the line that introduced it.
-        errors: those of the chain that are whole, the one that came first at the front.
-        is_flat: its lines have lost their indentation, as in a page that was pasted.
+        said: the line before it, which introduces it.
+        errors: the complete exceptions of the chain, in the order of the text.
+        is_flat: its lines have lost their indentation, as in a pasted page.
     """
 
     said: str = ""
@@ -58,21 +58,21 @@ class Traceback:
     blank: int = 0
     is_flat: bool = False
     is_after_frame: bool = False
-    is_group: bool = False  # of several exceptions, each with a traceback
-    is_cut: bool = False  # its head is not there
-    is_remote: bool = False  # the exception that it came from is printed last, as Ray has it
-    asserted: str = ""  # the innermost source line that asserts something
-    called: str = ""  # what the source line of the last frame calls
-    code: str = ""  # the source line of the last frame in SGLang, or of a later one that reads the environment
-    indent: int = 0  # of the last frame: the exception stands no further in, a source line does
+    is_group: bool = False  # a group of exceptions, each with a traceback
+    is_cut: bool = False  # its head is missing
+    is_remote: bool = False  # the original exception is printed last, as by Ray
+    asserted: str = ""  # the innermost source line with an ``assert``
+    called: str = ""  # the function that the source line of the last frame calls
+    code: str = ""  # the source line of the last frame in SGLang, or a later one that reads the environment
+    indent: int = 0  # of the last frame; source lines are indented further, the exception is not
 
     def take(self, line: str) -> bool:
-        """Take a line into it; return whether the line belongs to it."""
+        """Take a line; return whether the line belongs to the traceback."""
         if (self.frames or self.errors or self.is_group) and (match := _GROUP.match(line)):
             line = line[match.end() :]
         stripped = line.strip()
         if stripped[:1] == "│" and (inner := stripped.strip("│ ")) and self._is_framed(inner):
-            # A window of a terminal that was pasted with its frame.
+            # A pasted window of a terminal with its border.
             line, stripped = f"  {inner}" if inner.startswith("File") else inner, inner
         if stripped[:1] in _BOX and stripped and not self.type:
             if match := _BOXED_FRAME.match(stripped):
@@ -92,7 +92,7 @@ class Traceback:
         if self.awaits_next:
             return not stripped or stripped in _CHAINED
         if self.type.endswith("RayTaskError") and _FRAME.match(line):
-            # What another process raised, from which this came, follows with its own frames.
+            # The exception of another process that caused this one follows, with its own frames.
             self._finish()
             self.is_remote = True
         if not self.type:
@@ -149,9 +149,9 @@ class Traceback:
     def _finish(self) -> None:
         if self.type or self.frames:
             if not self.type and self.called and self.frames[-1].function != self.called:
-                # It is cut off: what was called is the last that is known.
+                # It is cut off: the called function is the innermost frame that is known.
                 self.frames.append(Frame(self.called, self.frames[-1].file, self.frames[-1].line))
-            # An assertion without words still says what it asserts.
+            # For an assertion without a message, take its source line.
             said = self.text or ([self.asserted] if self.type == "AssertionError" else [])
             text = "\n".join(said).strip()[:_MAX_TEXT]
             error = Error(type=self.type, text=text, frames=tuple(reversed(self.frames)), code=self.code)
@@ -159,16 +159,16 @@ class Traceback:
         self.frames, self.type, self.text, self.blank, self.code = [], "", [], 0, ""
 
     def chain(self) -> tuple[Error, ...]:
-        """Return the exceptions, the one that arrived first; empty where nothing was understood."""
+        """Return the exceptions, the final one first; empty if no exception was understood."""
         if self.frames and not self.type and (found := bare_exception(self.said)):
-            # Some loggers print the exception first.
+            # Some loggers print the exception before its traceback.
             self.type, self.text = found[0], [found[1]]
         self._finish()
         return tuple(self.errors if self.is_remote else reversed(self.errors))
 
 
 def begins(line: str) -> bool:
-    """Return whether a line begins a traceback, also one whose head is cut off."""
+    """Return whether a line begins a traceback, or the rest of one without its head."""
     if HEADER in line or (line.startswith("╭") and HEADER[:-1] in line):
         return True
     return line.lstrip().startswith('File "') and _FRAME.match(line) is not None
@@ -177,7 +177,7 @@ def begins(line: str) -> bool:
 def bare_exception(line: str) -> tuple[str, str] | None:
     """Return class and text of an exception that stands alone in a line, such as ``torch.OutOfMemoryError: CUDA …``."""
     match = _IN_BRACKETS.search(line.rstrip()[-400:]) or _EXCEPTION.match(line.strip())
-    is_word = match is not None and match[1] in _ENDINGS and match[1] != "Exception"  # "Error: …", as a shell has it
+    is_word = match is not None and match[1] in _ENDINGS and match[1] != "Exception"  # "Error: …", as shells print it
     if match is None or not match["text"] or is_word or not match[1].endswith(_ENDINGS):
         return None
     return match[1], match["text"]
