@@ -151,6 +151,8 @@ class Failures:
         self._stages = {one.who: one.place for one in stages}  # the last stage of each process
         self._ready = {(one.who, one.file): one.place for one in stages if one.name == "ready"}
         self._is_loading = not case.is_started and any(one.name == "weights" for one in stages[-2:])
+        # Addresses that are no other node's.
+        self._own = {"127.0.0.1", "::1", str(case.arguments.get("dist_init_addr") or "").rpartition(":")[0]}
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
         self._whole = {(one.error.type, one.error.frames[:1]) for one in self._raises if not one.is_cut}
@@ -172,6 +174,8 @@ class Failures:
         # Only a name with a number is certain: several processes may have the same role.
         sure = sorted((it for it in found if it.weight >= 50 and not it.is_consequence), key=lambda it: it.where)
         first = next((it.who for it in (*sure, self._case.watched) if it and re.search(r"\d", it.who or "")), None)
+        died = {it.who for it in found if it.kind in _known("ends") and re.search(r"\d", it.who or "")}
+        first = first or (died.pop() if len(died) == 1 else None)
         named = {one.who for one in found if one.weight >= 41}
         layout, arguments = topology_of(self._case), self._case.arguments
         seen = (part for one in self._raises if (part := component_of(one.error.frames)) not in _NOTICED)
@@ -196,7 +200,8 @@ class Failures:
                 if way := way_out(one.component, arguments, is_seen=False):
                     others = [step for step in one.next if not step.startswith("the scheduler part")]
                     one.next = [*steps_of("suspect", part=one.component, way=way), *others]
-            is_loading = one.kind in ("killed", "host_oom") and self._is_loading and one.component in (None, "cgroup")
+            is_loading = one.kind in ("killed", "host_oom") and self._is_loading
+            is_loading = is_loading and one.component in (None, "cgroup", "scheduler")
             if is_loading or (one.kind == "gpu_oom_at_start" and any("create_weights" in it for it in one.because)):
                 one.component = "model_loader"
             is_of_stage = not self._case.is_started and one.kind in ("startup_failed", "unsupported_configuration")
@@ -205,12 +210,13 @@ class Failures:
             if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who:
                 one.level = "supported"
             if one.kind == "disk_full" or (one.is_consequence and one.kind in _known("told_by_the_left")):
-                one.who = None
+                peer = _pattern("peer").search(one.headline)
+                one.who = peer[1] if peer and peer[1] not in self._own else None
             if one.kind == "connection_lost" and layout.nodes > 1:
                 told = {server.values.get("node_rank") for server in self._case.servers}
                 unseen = [node for node in layout.unseen_nodes if node not in told]
                 names = name_nodes(unseen)
-                one.who = names if len(unseen) == 1 else None
+                one.who = names if len(unseen) == 1 else one.who
                 one.headline = f"the connection to a rank of another node broke ({names or 'all seen'}): {one.headline}"
                 one.next[:0] = steps_of("other_node", nodes=names)
             if one.weight == _CUT_OFF and any(other.kind == "asked_to_stop" for other in found):
@@ -384,6 +390,8 @@ class Failures:
         if kind == "startup_version" and part is None and error.frames and "/" in (file := error.frames[0].file):
             # The package that raised it; in SGLang's code, the component of the module that could not be imported.
             part = component_of(words=file) if is_own(error.frames[0]) else file.partition("/")[0] or None
+        if kind == "connection_lost" and any("torch/distributed/" in frame.file for frame in error.frames[:1]):
+            part = "distributed_init"
         who = named.get("who") or row.who_is or event.who
         in_launch = "launch_server|cli/serve|entrypoints/(?:engine|http_server)"
         is_launch = not is_started and any(
@@ -521,8 +529,9 @@ class Failures:
     def _next(self, events: Sequence[_Event], event: Event) -> _Event | None:
         """Return the first of `events`, sorted by place, after `event` if it follows at once; else None."""
         place = bisect.bisect_left(events, event.place, key=lambda one: one.place)
-        near = (it for it in events[place : place + 1] if it.at - event.at <= _NEXT_S or it.order == event.order + 1)
-        return next(near, None)
+        later = (it for it in itertools.islice(events, place, None) if it.file == event.file)
+        near = next(later, None)
+        return near if near and (near.at - event.at <= _NEXT_S or near.order == event.order + 1) else None
 
     # -- the kernel, ends, containers
 
@@ -692,7 +701,8 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
 def _only(case: Case, event: Event) -> str:
     """Return the only scheduler's name; empty if there may be several, or if the event is from a node without it."""
     schedulers = {one.who for one in case.schedulers}
-    if len(schedulers) != 1 or case.arguments.get("tp_size", 1) not in (1, None):
+    # A node may have one rank of a larger group.
+    if len(schedulers) != 1 or case.arguments.get("tp_size", 1) not in (1, None, case.arguments.get("nnodes")):
         return ""
     who = schedulers.pop()
     is_here = not event.node or any(one.who == who and one.node == event.node for one in case.events)

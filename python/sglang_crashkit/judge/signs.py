@@ -437,7 +437,10 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     probe = _probe(case)
     if probe and any("will be restarted" in note for one in case.containers for note in one.notes):
         return finding_of("probe_at_start", (last, 0), [probe[:200]], component=part, told=told)
-    stands = case.last_at - last if last and case.last_at - last < _DAY_S else 0.0  # longer: two different clocks
+    # A start that raised stands no longer; other evidence may be from hours later.
+    raised = (max(one.at, last) for one in case.events if isinstance(one, Raised) and one.place > (last, 0))
+    stands = min([case.last_at, *raised]) - last if last else 0.0
+    stands = stands if stands < _DAY_S else 0.0  # longer: two different clocks
     if probe and (over := _pattern("over").search(probe)):
         # Kubernetes counts failed probes beyond the last line of the log.
         hours, minutes = (int(one or 0) for one in over.groups())
