@@ -48,6 +48,8 @@ _OUTLIVED_S, _IDLE_S = 3.0, 30.0
 _ANY_ZONE_S = 15 * 3600.0
 #: Seconds within which the exception of the calling process follows a library's line.
 _NEXT_S = 5.0
+#: Or the events after it, where neither has a time of its own.
+_NEXT = 5
 #: The weight of an exception whose class is cut off.
 _CUT_OFF = 36
 #: A retry that is logged this often is not a temporary error.
@@ -155,6 +157,8 @@ class Failures:
         self._own = {"127.0.0.1", "::1", str(case.arguments.get("dist_init_addr") or "").rpartition(":")[0]}
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
+        lines = [one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical")]
+        self._of_engines = [one for one in lines if component_of(words=one.text) in ("mooncake", "nixl")]
         self._whole = {(one.error.type, one.error.frames[:1]) for one in self._raises if not one.is_cut}
         inner = {frame.function for one in self._raises for error in one.chain for frame in error.frames}
         self._raised_at_start = any(_pattern("start").search(name) for name in inner if name != "<module>")
@@ -513,7 +517,10 @@ class Failures:
         who = next(sides, who) if kind == "peer_lost" else who
         side = event.side if part in _known("of_a_pair") else ""
         who = who or side or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
-        is_blamed = row.blames and any(one.side not in ("", event.side) and one.error.type for one in self._raises)
+        others = [one for one in (*self._raises, *self._of_engines) if row.blames and one.side not in ("", event.side)]
+        is_blamed = any(
+            one.error.type if isinstance(one, Raised) else abs(one.at - event.at) < _NEXT_S for one in others
+        )
         # The log of another program, beside the log of a server that logs why its own start failed.
         homes = {one.file for one in self._case.servers if one.values}
         is_aside = bool(homes) and event.file not in homes and any(one.file in homes for one in self._raises)
@@ -531,7 +538,7 @@ class Failures:
         place = bisect.bisect_left(events, event.place, key=lambda one: one.place)
         later = (it for it in itertools.islice(events, place, None) if it.file == event.file)
         near = next(later, None)
-        return near if near and (near.at - event.at <= _NEXT_S or near.order == event.order + 1) else None
+        return near if near and (near.at - event.at <= _NEXT_S or near.order <= event.order + _NEXT) else None
 
     # -- the kernel, ends, containers
 
