@@ -245,8 +245,8 @@ def files_below(folder: Path, problems: list[CrashkitError]) -> list[Path]:
 class FolderLock:
     """A lock on a folder between processes, taken by `acquire`; the kernel releases it when its holder ends.
 
-    flock(2) on the folder itself leaves no lock file. The lock works between containers of a machine, where pids and
-    start times are no identity. It does not work between machines: NFS locks no folder (nfs(5), flock(2)).
+    flock(2) on the folder itself leaves no lock file. The lock works between containers of a machine, in which pids
+    and start times do not identify a process, but not between machines: NFS locks no folder (nfs(5), flock(2)).
 
     Args:
         folder: the folder to lock; it must not be a link.
