@@ -235,7 +235,7 @@ def read_tracer(pid: int, thread: int | None = None) -> int:
 
 
 def is_ending(pid: int) -> bool:
-    """Say whether `pid` has ended, or was killed and is ending: a process may hold its memory for a while then."""
+    """Say whether `pid` has ended, was killed or is exiting; it may keep its resources for a while then."""
     pending = read_status(pid)
     if any(in_mask(pending.get(name), signal.SIGKILL) for name in ("SigPnd", "ShdPnd")):
         return True
