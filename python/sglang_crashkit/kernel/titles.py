@@ -11,7 +11,7 @@ import re
 
 PREFIX = "sglang::"
 _RANK = re.compile(r"_(ATTN_CP|MOE_DP|DP|PP|TP|EP)(\d{1,6})(?=_|$)")
-#: What follows the prefix in titles, longer names before those that they begin with.
+#: What follows the prefix in titles; a name comes before its own prefixes.
 _ROLES = (
     *("scheduler", "detokenizer_router", "detokenizer", "data_parallel_controller"),
     *("tokenizer_worker", "crash_handler", "encoder"),
