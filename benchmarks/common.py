@@ -1,6 +1,6 @@
 """Code that the benchmarks share: paths of the kit and its tests, real servers, their incidents and their costs.
 
-Import it first: it runs the benchmark again in the tools environment, which has what the kit and its tests need.
+Import it first: it runs the benchmark again in the tools environment, which has what the kit and its tests import.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLEAN_S = 60.0
 
 
 def incidents(folder: Path) -> list[dict[str, Any]]:
-    """Return the whole incidents below a crash folder, the newest first."""
+    """Return the finished incidents below a crash folder, the newest first."""
     found = find_incidents(folder) if folder.is_dir() else []
     return [one.document for one in found if one.finished and one.document]
 
@@ -50,7 +50,7 @@ def time_of(incident: dict[str, Any], event: str) -> float | None:
 
 
 def first_failure(incident: dict[str, Any]) -> dict[str, Any]:
-    """Return the first failure that an incident names; empty where it names no process, or there is no incident."""
+    """Return the first failure of an incident; empty if its verdict names no process, or `incident` is empty."""
     return (incident.get("verdict") or {}).get("first_failure") or {}
 
 
@@ -69,7 +69,7 @@ def ask_later(server: Server, tokens: int, timeout_s: float) -> threading.Thread
 
 @contextlib.contextmanager
 def serving(lane: Lane, *options: str, **how: Any) -> Iterator[tuple[Server, Path]]:
-    """Yield a server and its crash folder, until the end of the block; see `Server.start`."""
+    """Yield a running server and its crash folder, until the end of the block; see `Server.start`."""
     with scratch() as crash:
         arguments = ["--crash-dump-folder", str(crash), *options]
         with Server.start(lane, extra_args=arguments, **how) as server:
@@ -88,19 +88,19 @@ def scratch() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # A crash handler outlives its server, and may still write.
+        # A crash handler outlives its server, and may still write into the folder.
         wait_for(is_gone, CLEAN_S)
 
 
 def status_of(missed: Sequence[str]) -> int:
-    """Return the exit status of a benchmark, and print the goals that it missed on standard error."""
+    """Return the exit status of a benchmark, and print the missed goals on standard error."""
     if missed:
         print("; ".join(missed), file=sys.stderr)
     return int(bool(missed))
 
 
 def handlers_of(server: Server) -> list[int]:
-    """Return the pids of a server's crash handler; empty for a server as published."""
+    """Return the pids of a server's crash handlers; empty for an unpatched server."""
     found = watchers_of(pid for pid, _title in server.processes())
     return [one.pid for one in found if title_of(one.pid) == HANDLER]
 
@@ -116,7 +116,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def memory_mib(pid: int, name: str, file: str = "smaps_rollup") -> float:
-    """Return a figure of the memory of a process, such as ``Pss``; 0 where it is gone."""
+    """Return a memory figure of a process, such as ``Pss``, in MiB; 0 if the process is gone."""
     try:
         found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/{file}").read_text(), re.M)
     except OSError:

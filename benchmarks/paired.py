@@ -1,4 +1,4 @@
-"""Code for benchmarks that measure in pairs: the alternating order, and the statistics of many pairs."""
+"""Code for benchmarks that measure in pairs: the alternating order, and statistics of many pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DRAWS = 4000
 
 
 def in_pairs(first: Callable[[], _Value], second: Callable[[], _Value], pairs: int) -> Iterator[tuple[_Value, _Value]]:
-    """Yield the results of both, `pairs` times, in alternating order, so that what slows the machine slows both."""
+    """Yield the results of both, `pairs` times, in alternating order, so that other load affects both alike."""
     for number in range(pairs):
         if number % 2:
             yield first(), second()
@@ -24,10 +24,10 @@ def in_pairs(first: Callable[[], _Value], second: Callable[[], _Value], pairs: i
 
 
 def trimmed(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of the middle three fifths, and the ends of its 95 % confidence interval.
+    """Return the mean of the middle three fifths of the values, and the ends of its 95 % confidence interval.
 
-    For many short runs this mean has a smaller error than the median. The error is Tukey and McLaughlin's: that of the
-    values after those left out are set to the outermost ones that stay.
+    For many short runs this mean has a smaller error than the median. The error is Tukey and McLaughlin's, from the
+    winsorized values: each value outside the middle is replaced by the nearest value inside it.
     """
     ordered, out = sorted(values), len(values) // 5
     middle = ordered[out : len(ordered) - out]
@@ -40,8 +40,8 @@ def interval(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """Return the geometric mean of ratios, and the ends of its 95 % confidence interval, by the bootstrap.
 
     Args:
-        groups: the ratios of each start of the servers. Two servers side by side differ for as long as they live, so
-            the bootstrap draws starts, and then pairs of each start.
+        groups: the ratios of the pairs, a group for each start of the two servers. A difference between two
+            servers lasts as long as they run, so the bootstrap draws starts, and then pairs of each start.
     """
     logarithms, choose = [[math.log(ratio) for ratio in group] for group in groups], random.Random(1)  # noqa: S311
 

@@ -1,1 +1,1 @@
-"""What the kernel says of processes and files, and what is asked of it."""
+"""Access to processes, files and signals through the Linux kernel."""

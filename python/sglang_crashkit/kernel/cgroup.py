@@ -1,6 +1,6 @@
-"""Tell an out-of-memory kill from any other SIGKILL by the counters of the process's memory cgroup.
+"""Distinguish an out-of-memory kill from any other SIGKILL by the counters of the process's memory cgroup.
 
-``oom_kill`` is cumulative and, in cgroup v2, hierarchical; so only its growth between two readings says anything.
+``oom_kill`` is cumulative and, in cgroup v2, hierarchical. So only the difference between two readings is meaningful.
 Sources: cgroup-v2 (``memory.events``) and cgroup-v1 (``memory.oom_control``) in the kernel's admin guide.
 """
 
@@ -19,15 +19,15 @@ class OomCounter:
     """The file in which a memory cgroup counts its OOM kills."""
 
     path: Path  # ``memory.events`` (v2) or ``memory.oom_control`` (v1)
-    kills: int  # the count when it was looked up
+    kills: int  # the count when the file was read
 
     def grown_by(self) -> int | None:
-        """Return how many processes of the cgroup the OOM killer has ended since, None where it cannot be told."""
+        """Return how many processes of the cgroup the OOM killer has ended since; None if the file cannot be read."""
         now = self.read_again()
         return None if now is None else now.kills - self.kills
 
     def read_again(self) -> OomCounter | None:
-        """Return it as it is now, None where it cannot be read."""
+        """Return a counter with the present count; None if the file cannot be read."""
         now = read_count(self.path, "oom_kill")
         return None if now is None else OomCounter(self.path, now)
 
@@ -38,7 +38,7 @@ class Group:
 
     version: int  # 1 or 2
     folder: Path  # where its files are
-    mount: Path  # where its hierarchy begins, as far as this process sees it
+    mount: Path  # the mount point of its hierarchy, in this process's view
 
 
 def find_counter(pid: int) -> OomCounter | None:
@@ -52,7 +52,7 @@ def find_counter(pid: int) -> OomCounter | None:
 def find_group(pid: int, controller: str, files: Sequence[str]) -> Group | None:
     """Return the cgroup of `pid` for a controller, such as ``memory``; None if no cgroup can be read.
 
-    Its folder has one of the `files`, of which that of v1 is the first.
+    `files` names a file of the cgroup's folder: first its name in cgroup v1, then in v2. The folder must contain it.
     """
     try:
         memberships = (PROC / str(pid) / "cgroup").read_text(errors="replace")
@@ -67,7 +67,7 @@ def find_group(pid: int, controller: str, files: Sequence[str]) -> Group | None:
         else:
             continue
         for mount in mounts:
-            # Inside a container the mount is often the group itself while the path is the host's.
+            # Inside a container the mount point is often the cgroup itself, while the path is relative to the host's.
             for folder in (mount / group.lstrip("/"), mount):
                 if (folder / files[version - 1]).exists():
                     return Group(version, folder, mount)
@@ -82,7 +82,7 @@ def _mount_points(fs_type: str, option: str | None) -> Iterator[Path]:
 
 
 def read_count(path: Path, name: str) -> int | None:
-    """Return what a file of a cgroup, such as ``memory.events``, counts under a name; None where it cannot be told."""
+    """Return the counter `name` in a cgroup file such as ``memory.events``; None if it is absent or unreadable."""
     try:
         pairs = (line.partition(" ") for line in path.read_text().splitlines())
     except OSError:

@@ -1,7 +1,7 @@
-"""Times of events in seconds since the epoch, in the order in which they happened.
+"""Times of events in seconds since the epoch, in the order in which the events happened.
 
-The machine's clock may be set between two deaths. So a time is one of the monotonic clock, which all processes of a
-machine share, and a distance to the epoch that stays as it is while events are compared.
+Somebody may set the machine's clock between two deaths. So each time is the monotonic clock, which all processes of a
+machine share, plus an offset to the epoch. The offset stays constant while events are compared.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ _distance = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Return the time, in seconds since the epoch."""
+    """Return the present time, in seconds since the epoch."""
     return at(time.monotonic())
 
 
 def at(monotonic: float) -> float:
-    """Return a time of the monotonic clock, in seconds since the epoch."""
+    """Convert a time of the monotonic clock to seconds since the epoch."""
     return monotonic + _distance
 
 
 def follow_machine() -> None:
-    """Take over what the machine's clock was set to; to be called while no earlier time is of use."""
+    """Update the offset after the machine's clock was set; call it only while no earlier time is still in use."""
     global _distance
     _distance = time.time() - time.monotonic()

@@ -1,8 +1,8 @@
 """Find the processes of the SGLang servers on this host, without SGLang's help.
 
-SGLang titles its workers (see `titles`). Where a server has no titled scheduler, because setproctitle is missing, the
-ranks have not got that far, or it has encoders, the Python processes that run SGLang are taken, with those that
-multiprocessing spawned for them.
+SGLang sets the titles of its workers (see `titles`). A server may have no titled scheduler: setproctitle is missing,
+its ranks have not set their titles yet, or it has encoders. Then its processes are the Python processes that run
+SGLang, and the children that multiprocessing spawned for them.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Literal
 
 from sglang_crashkit.kernel import procfs, titles
 
-#: The kit's own are no part of the server; its handler watches the server from beside it.
+#: The role of the kit's crash handler, which watches the server and is not a part of it.
 _HANDLER = "crash_handler"
 
-#: In the module or script that Python runs, as in ``sglang.launch_server``, ``dynamo.sglang`` and ``bin/sglang serve``.
+#: Matches the module or script that Python runs: ``sglang.launch_server``, ``dynamo.sglang``, ``bin/sglang serve``.
 _NAME = re.compile(r"(?<![a-z])sglang(?![a-z])")
 _FILE = re.compile(r"(?:^|/)sglang/(?:launch_server|bench_\w+|srt/.+|cli/.+)\.py$")
-#: Words in the name of what has no model: what passes requests on, clients, tests, and this kit.
+#: Words in the names of programs without a model: routers and proxies, clients, tests, and this kit.
 _NO_MODEL = re.compile(
     r"(?<![a-z])(?:crashkit|router|gateway|proxy|(?:launch_|mini_)?lb|clients?|bench_serving|tests?|eval\w*|check_env)"
     r"(?![a-z])"
 )
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
 
-#: SGLang's names of the option, the older one last.
+#: SGLang's two names of the option, the older name last.
 _RENDEZVOUS = ("--dist-init-addr", "--nccl-init-addr")
-#: What a server listens on that names no port.
+#: The port of a server that was started without ``--port``.
 _DEFAULT_PORT = 30000
 
-#: How a process was known: by its title, or by its command line where no scheduler has one.
+#: How a process was recognized: by its title, or by its command line if no scheduler of its server has a title.
 Way = Literal["title", "command line"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where Slurm has put a process: the job, and the node by Slurm's name for it.
+    """Where Slurm runs a process: the job, and Slurm's name of the node.
 
-    Several jobs of one user may share a node, and in tests several nodes a machine. In a container of ``srun
-    --container`` nothing names the node, which is empty then.
+    Several jobs of a user may share a node, and in tests several nodes share a machine. In a container of ``srun
+    --container`` the environment does not name the node; `node` is empty then.
     """
 
     job_id: str
@@ -52,7 +52,7 @@ class Place:
 
     @classmethod
     def of_environ(cls, environ: Mapping[str, str]) -> Place | None:
-        """Return the place that a step's environment names, None outside of a step."""
+        """Return the place that the environment of a job step names; None outside a step."""
         job_id, node = environ.get("SLURM_JOB_ID", ""), environ.get("SLURMD_NODENAME", "")
         return cls(job_id, node) if job_id and (node or "SLURM_CONTAINER" in environ) else None
 
@@ -64,33 +64,33 @@ class FoundProcess:
     pid: int
     start_ticks: int  # see `procfs.ProcStat`
     title: str  # see `procfs.title_of`
-    role: str  # as `titles.role_of` has it
-    ranks: Mapping[str, int]  # as `titles.rank_of` has them
-    server: int | None  # pid of the process that launched its server, None where that has ended
-    server_arguments: tuple[str, ...]  # the command line of that process, empty where it may not be read
-    user: int  # the user id that it runs as
+    role: str  # as `titles.role_of` returns it
+    ranks: Mapping[str, int]  # as `titles.rank_of` returns them
+    server: int | None  # pid of the process that launched its server, None if that process has ended
+    server_arguments: tuple[str, ...]  # the command line of that process, empty if it may not be read
+    user: int  # the effective user id of the process
     way: Way
 
     @property
     def rendezvous(self) -> str | None:
-        """The address at which the processes of its server on all hosts meet, None where none is named."""
+        """The address at which the processes of its server on all hosts meet; None if its command line has none."""
         return value_of(self.server_arguments, *_RENDEZVOUS)
 
     @property
     def side(self) -> Literal["prefill", "decode"] | None:
-        """Which side of a prefill and decode pair its server is, None otherwise."""
+        """The side of its server in a prefill and decode pair; None if the server is not in a pair."""
         value = value_of(self.server_arguments, "--disaggregation-mode")
         return "prefill" if value == "prefill" else "decode" if value == "decode" else None
 
     @property
     def port(self) -> int:
-        """The port on which its server answers HTTP; SGLang's own default where none is named."""
+        """The port on which its server answers HTTP; SGLang's default if its command line has no valid port."""
         value = value_of(self.server_arguments, "--port") or ""
         return int(value) if value.isascii() and value.isdigit() and int(value) < 1 << 16 else _DEFAULT_PORT
 
 
 def value_of(arguments: Sequence[str], *names: str) -> str | None:
-    """Return what a command line gives for the option that is called one of `names`; None where it gives nothing."""
+    """Return the value of the first option on a command line that has one of `names`; None without a value."""
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, equals, value = argument.partition("=")
         if name in names:
@@ -100,12 +100,12 @@ def value_of(arguments: Sequence[str], *names: str) -> str | None:
 
 @dataclass(frozen=True)
 class Discovery:
-    """What there is on this host."""
+    """What `find_processes` found on this host."""
 
-    processes: tuple[FoundProcess, ...] = ()  # those that were asked for, by server and pid
-    #: Pids of processes that would have been, if they were not another user's, by user id.
+    processes: tuple[FoundProcess, ...] = ()  # the requested processes, sorted by server and pid
+    #: Pids of processes that were left out because they belong to another user, by user id.
     others: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    #: Pids of processes that would have been, if they did not belong to another Slurm job or node, or to none (None).
+    #: Pids of processes that were left out because they belong to another Slurm job or node, or to no job (None).
     elsewhere: Mapping[Place | None, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -115,11 +115,11 @@ def find_processes(
     """Find the schedulers on this host.
 
     Args:
-        pid: any process of one server, or one that has the server below it; all servers when None.
-        user: whose processes; everybody's when None.
+        pid: any process of a server, or an ancestor of the server; None for all servers.
+        user: the user whose processes are returned; None for all users.
         everything: also the servers' other processes: main process, tokenizers, detokenizer, controller.
-        here: leave out what is known to belong to another Slurm job or node. Processes that nothing ties to a job, as
-            in some containers, are taken only where none is known to be of this one.
+        here: leave out the processes of another Slurm job or node. A process whose job is not known, as in some
+            containers, is returned only if no process is known to belong to this job and node.
     """
     host = _Host()
     members = host.members_of(pid) if pid is not None else None
@@ -165,20 +165,20 @@ class _Entry:
 
 
 class _Host:
-    """All processes of this host at one moment."""
+    """All processes of this host, read once."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._children: dict[int, list[int]] = {}
         for name in os.listdir("/proc"):  # noqa: PTH208
             stat = procfs.read_stat(int(name)) if name.isdigit() else None
-            # The main thread of a process may have ended before the rest of it.
+            # A process whose main thread has ended is a zombie in its stat line while its other threads run.
             if stat is not None and (stat.state not in "ZX" or stat.threads > 1):
                 self._entries[stat.pid] = _Entry(stat)
                 self._children.setdefault(stat.ppid, []).append(stat.pid)
 
     def groups(self, within: set[int] | None, place: Callable[[int], Place | None]) -> list[list[_Entry]]:
-        """Return those that may be of SGLang, by their users and by their places."""
+        """Return the processes that may be of SGLang, a group for each user and place."""
         groups: dict[tuple[int | None, Place | None], list[_Entry]] = {}
         for pid, entry in self._entries.items():
             if (within is None or pid in within) and (entry.is_titled or runs_sglang(entry.cmdline)):
@@ -187,7 +187,7 @@ class _Host:
 
     def find(self, candidates: Sequence[_Entry], *, everything: bool) -> Iterator[FoundProcess]:
         schedulers = [entry for entry in candidates if entry.is_scheduler]
-        # Its schedulers may run as another user.
+        # All entries, not only the candidates: the schedulers of a server may run as another user.
         titled = {self.server_of(pid) for pid, entry in self._entries.items() if entry.is_scheduler}
         roots = [entry.pid for entry in candidates if not entry.is_titled and self.server_of(entry.pid) not in titled]
         untitled = {pid for root in roots for pid in self._tree(root, lambda entry: entry.is_of_sglang)}
@@ -199,9 +199,9 @@ class _Host:
         yield from self._describe(chosen, "title")
 
     def server_of(self, pid: int) -> int | None:
-        """Return the process that launched the server of `pid`: the highest above it that SGLang runs in.
+        """Return the process that launched the server of `pid`: its topmost ancestor, or itself, that runs SGLang.
 
-        That may be any program that uses SGLang's Engine: then it is the parent of the highest one with a title.
+        A program that uses SGLang's Engine may have any name: then return the parent of the topmost titled process.
         """
         known = [
             one
@@ -217,7 +217,7 @@ class _Host:
         return parent.pid if parent is not None and parent.pid != 1 and procfs.is_python(parent.pid) else None
 
     def members_of(self, pid: int) -> set[int]:
-        """Return the processes of the server that `pid` belongs to, or of those below it; empty without such a pid."""
+        """Return the processes of the server of `pid`, or `pid` and its descendants; empty if `pid` is gone."""
         if pid not in self._entries:
             return set()
         return set(self._tree(self.server_of(pid) or pid))
@@ -225,7 +225,7 @@ class _Host:
     def _above(self, pid: int) -> Iterator[int]:
         seen = {pid}
         parent = self._entries[pid].ppid
-        # Entries were read one after the other: a recycled pid could close a circle.
+        # Entries are read one after the other: a pid that is recycled in between could make a cycle of parents.
         while parent in self._entries and parent not in seen:
             seen.add(parent)
             yield parent
@@ -244,7 +244,7 @@ class _Host:
         servers = {pid: self.server_of(pid) for pid in pids}
         for pid in pids:
             entry = self._entries[pid]
-            # What uses SGLang's Engine is known by the processes below it only.
+            # Only its descendants show that a program which uses SGLang's Engine launched a server.
             server = pid if pid in servers.values() else servers[pid]
             role = titles.role_of(entry.title, is_root=pid == server)
             user = _user_of(pid)
@@ -262,21 +262,21 @@ def _user_of(pid: int) -> int | None:
 
 
 def runs_sglang(cmdline: Sequence[str]) -> bool:
-    """Say whether a command line is that of a Python process whose module or script is of SGLang, or called so."""
+    """Say whether a command line is of a Python process whose module or script is SGLang's or has SGLang's name."""
     words = cmdline[0].split() if len(cmdline) == 1 else cmdline
     if not words or not _PYTHON.fullmatch(Path(words[0]).name):
         return False
     option, program = procfs.program_of(words)
-    # The folders that a script is in say nothing, but for the package's own.
+    # The folder of a script is no evidence, except the folder of the sglang package itself.
     name = Path(program).name
     return option != "-c" and bool(_NAME.search(name) or _FILE.search(program)) and not _NO_MODEL.search(name)
 
 
 def place_of(pid: int) -> Place | None:
-    """Return the place of process `pid`, None where nothing tells.
+    """Return the place of process `pid`; None if neither its environment nor an ancestor's names a place.
 
-    A process that has set its title has overwritten the environment that ``/proc`` shows of it; its nearest ancestor
-    that has one is asked then.
+    A process that sets its title overwrites the environment that ``/proc`` shows. So the nearest ancestor whose
+    environment names a place gives the answer.
     """
     seen: set[int] = set()
     while pid > 1 and pid not in seen:

@@ -1,7 +1,7 @@
-"""Run a function in a forked child with a deadline: what it touches, a disk or a driver, may never answer.
+"""Run a function in a forked child with a deadline, because the disk or driver that it uses may never answer.
 
-The child holds nothing of its parent's, no lock and no socket, as it may stand still for long and no signal ends it
-until the kernel lets go of it. Its parent never waits for its end; `reap` takes those that have ended.
+Such a child may block for long, and no signal ends it until the kernel returns from the call. So the child keeps no
+lock and no socket of its parent. The parent never waits until a child has ended; `reap` reaps those that have.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from sglang_crashkit.errors import CrashkitError
 
 #: The longest answer that is read, in bytes.
 MAX_ANSWER = 1 << 20
-#: More than a crash handler ever has. The limit of this process may be 2**30, each closed by a call of its own where
-#: there is no close_range(2).
+#: More descriptors than a crash handler ever has. The limit of this process may be 2**30, and without close_range(2)
+#: each number takes a close(2) of its own.
 _MAX_DESCRIPTORS = 1 << 16
 _DONE, _FAILED = b"+", b"-"
 _MAX_WORDS = 4000
-#: Who reads a log is told what it means beside it.
+#: Removed from the text of an error, which also says in words what the number means.
 _ERROR_NUMBER = re.compile(r"^\[Errno \d+\] ")
 _children: set[int] = set()
 
 
 def fork_apart(run: Callable[[], object], keep: Sequence[int]) -> int:
-    """Run `run` in a child that has the descriptors `keep` and no other of this process's; return its pid.
+    """Run `run` in a child that keeps only the descriptors `keep` of this process; return its pid.
 
-    It ends with `run`, whatever that raises. Raises OSError where there is no process to be had.
+    The child exits when `run` returns or raises. Raises OSError if the kernel does not create the process.
     """
     pid = os.fork()
     if pid:
@@ -58,21 +58,21 @@ def reap() -> None:
 
 
 def is_reaped(pid: int) -> bool:
-    """Say whether the child has ended; it is reaped then."""
+    """Say whether the child has ended, and reap it then."""
     try:
         if os.waitpid(pid, os.WNOHANG)[0] == 0:
             return False
     except ChildProcessError:
-        # The kernel reaps where SIGCHLD is ignored.
+        # While SIGCHLD is ignored, the kernel reaps the children.
         pass
     _children.discard(pid)
     return True
 
 
 class ForkedCall:
-    """A child that does `work`, a function that returns bytes, with the descriptors `keep` of this process's.
+    """A child that calls `work`, a function that returns bytes, and keeps the descriptors `keep` of this process.
 
-    Raises OSError where there is no process, or no descriptor, to be had.
+    Raises OSError if the kernel creates no process or no descriptor.
     """
 
     def __init__(self, work: Callable[[], bytes], keep: Sequence[int] = ()) -> None:
@@ -80,7 +80,7 @@ class ForkedCall:
         try:
             self.pid = fork_apart(partial(_answer, theirs, work), [theirs, *keep])
         except OSError:
-            # At the limit of processes every descriptor is needed.
+            # Where the limit of processes is reached, descriptors are scarce too.
             os.close(self._pipe)
             raise
         finally:
@@ -88,13 +88,13 @@ class ForkedCall:
         os.set_blocking(self._pipe, False)
 
     def wait(self, secs: float, most: int = MAX_ANSWER) -> bytes:
-        """Return what `work` returned, `most` bytes at most, within so many seconds, after which the child is killed.
+        """Return what `work` returned, at most `most` bytes, within `secs` seconds. Kills the child if it still runs.
 
-        To be called once.
+        Call it once.
 
         Raises:
-            TimeoutError: it did not answer in time.
-            OSError: `work` raised, died or said too much; the words say so.
+            TimeoutError: the child did not answer in time.
+            OSError: `work` raised (the message contains its error), the child died, or its answer was too long.
         """
         deadline, said = time.monotonic() + secs, bytearray()
         poller = select.poll()
@@ -121,7 +121,7 @@ class ForkedCall:
 def _answer(descriptor: int, work: Callable[[], bytes]) -> None:
     try:
         said = _DONE + work()
-    except BaseException as error:  # noqa: BLE001 - of this process nothing else is left
+    except BaseException as error:  # noqa: BLE001 - the child ends here in any case
         kind = "" if isinstance(error, (OSError, CrashkitError)) else f"{type(error).__name__}: "
         words = " ".join(f"{kind}{_ERROR_NUMBER.sub('', str(error))}".split())
         said = _FAILED + words.encode(errors="backslashreplace")[:_MAX_WORDS]

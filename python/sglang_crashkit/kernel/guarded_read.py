@@ -1,13 +1,13 @@
-"""Read those files of ``/proc`` that wait for the process they tell of, with a deadline.
+"""Read, with a deadline, the files of ``/proc/PID`` that a process can block.
 
-The kernel reads ``cmdline``, ``environ``, ``maps`` and ``smaps`` under the target's mmap lock, and the first two out of
-its memory. A process whose driver hangs holds that lock for ever, one that forks with hundreds of gigabytes for
-seconds, and every reader waits with it. ``comm``, ``stat``, ``status``, ``wchan``, ``cgroup``, ``exe``, ``cwd`` and
-``fd`` wait for nothing and need no guard.
+The kernel reads ``cmdline``, ``environ``, ``maps`` and ``smaps`` under the target's mmap lock, and the first two from
+its memory. A process whose driver hangs holds that lock for ever. A process that forks with hundreds of gigabytes holds
+it for seconds. Every reader waits until the lock is free. Reads of ``comm``, ``stat``, ``status``, ``wchan``,
+``cgroup``, ``exe``, ``cwd`` and ``fd`` do not block and need no guard.
 
-A thread that waits so cannot be ended, and its process keeps its locks and sockets until then. So a helper, a fork that
-holds nothing but two pipes, reads in its place; it is killed when a read takes too long, and another one takes over. A
-process that let a read wait is left alone for a while.
+No signal ends a thread that waits for the lock, and its process keeps its own locks and sockets until the thread ends.
+So a helper process, a fork with two pipes only, does the reading. When a read takes too long, the helper is killed, and
+the next read starts another. After a read of a process timed out, that process is not read for a while.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from pathlib import Path
 
 from sglang_crashkit.kernel.forked import fork_apart, is_reaped
 
-#: The longest that one read may take, in seconds; it takes some 50 us otherwise.
+#: The longest that a read may take, in seconds; a read that is not blocked takes about 50 us.
 DEADLINE_SECS = 0.25
-#: Where several processes let reads wait, each further one is given half of the time, down to this.
+#: Seconds; each read that times out halves the deadline of the next, but not below this.
 _LEAST_SECS = 0.03
-#: A process that let a read wait is left alone for so long, in seconds; twice as long each time it does so again.
+#: Seconds without a read of a process after a read of it timed out; doubled each time it times out again.
 _SKIP_SECS, _MAX_SKIP_SECS = 5.0, 60.0
-#: What is longer is not read: the maps of a process with 65,530 mappings take 8 MB.
+#: Longer files are refused; the maps of a process with 65,530 mappings take 8 MB.
 _MAX_BYTES = 32 << 20
-#: Helpers that even SIGKILL did not end yet, as where a page of the target comes from a disk that hangs.
+#: The most helpers that SIGKILL has not ended yet, such as one that waits for a page on a disk that hangs.
 _MAX_STUCK = 8
 _MAX_SKIPPED = 1024
-#: Of a machine that is busy, a helper that waits for nothing but a processor is given so much longer, in seconds.
+#: Extra seconds, and how often they are checked, for a helper that is runnable but gets no processor on a busy machine.
 _STARVED_SECS, _STARVED_STEP_SECS = 2.0, 0.02
 _REAP_SECS = 0.02
 _LOCK_SECS = 3.0
-#: What a helper answers first: an errno, 0 if absent, and how many bytes follow.
+#: The header of a helper's answer: an errno, or 0 for success, and the number of bytes that follow.
 _ANSWER = struct.Struct("=iQ")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NAME = b"crashkit_reader"
 
 
 class BlockedReadError(OSError):
-    """The process did not let itself be read in time."""
+    """A read of a file of a process did not finish in time."""
 
 
 class GuardedReader:
-    """Reads files one after the other, each within a deadline. May be used by several threads."""
+    """Reads files one after the other, each within a deadline. Several threads may share an instance."""
 
     def __init__(self, deadline_secs: float = DEADLINE_SECS) -> None:
         self._max_secs = self._deadline_secs = deadline_secs
         self._lock = threading.Lock()
         self._helper: _Helper | None = None
         self._stuck: list[int] = []
-        self._skipped: dict[str, tuple[float, float]] = {}  # until when, and for how long, by the file's folder
+        self._skipped: dict[str, tuple[float, float]] = {}  # end (monotonic) and length of the skip, by file's folder
 
     def read(self, path: Path) -> bytes:
-        """Return what the file holds.
+        """Return the content of the file.
 
         Raises:
-            BlockedReadError: it did not come in time, or not long ago, and was not tried again.
-            OSError: it cannot be read, or is too long.
+            BlockedReadError: the read did not finish in time, or a recent one did not and this one was not tried.
+            OSError: the file cannot be read, or is too long.
         """
         target = str(path.parent)
         if not self._lock.acquire(timeout=_LOCK_SECS):
@@ -97,7 +97,7 @@ class GuardedReader:
 
     def _read(self, path: Path) -> bytes:
         if self._helper is not None and self._helper.owner != os.getpid():
-            # After a fork of this process the helper is still the other one's.
+            # After this process was forked, the helper still belongs to the parent.
             self._helper.close()
             self._helper, self._stuck = None, []
         for _attempt in range(2):
@@ -109,7 +109,7 @@ class GuardedReader:
             try:
                 return self._helper.read(path, time.monotonic() + self._deadline_secs)
             except EOFError:
-                # It ends with the thread that started it, or somebody killed it.
+                # The helper ends with the thread that started it (PR_SET_PDEATHSIG), or was killed from outside.
                 self._end_helper()
             except BlockedReadError:
                 self._end_helper()
@@ -132,10 +132,10 @@ class GuardedReader:
 
 
 class _Helper:
-    """A process that reads.
+    """A forked process that reads files for this one.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(self) -> None:
@@ -153,10 +153,10 @@ class _Helper:
         os.set_blocking(self._answers, False)
 
     def read(self, path: Path, deadline: float) -> bytes:
-        """Return what a file holds; see `GuardedReader.read`. The deadline is by the monotonic clock.
+        """Return the content of a file; see `GuardedReader.read`. `deadline` is a time of the monotonic clock.
 
         Raises:
-            EOFError: it has ended.
+            EOFError: the helper has ended.
         """
         request = os.fsencode(path)
         try:
@@ -170,7 +170,7 @@ class _Helper:
         return self._receive(length, deadline, path)
 
     def close(self) -> None:
-        """Close the pipes to it."""
+        """Close the pipes to the helper."""
         os.close(self._requests)
         os.close(self._answers)
 
@@ -187,7 +187,7 @@ class _Helper:
                     poller.poll(left * 1000)
                 elif _is_runnable(self.pid) and -left < _STARVED_SECS:
                     poller.poll(_STARVED_STEP_SECS * 1000)
-                # It may have answered while this process waited for a processor, after the last look.
+                # The helper may have answered since the last read, while this process waited for a processor.
                 elif not poller.poll(0):
                     raise BlockedReadError(
                         errno.ETIMEDOUT, "it did not let itself be read in time", str(path)
@@ -209,14 +209,14 @@ def _is_runnable(pid: int) -> bool:
 
 def _serve(requests: int, answers: int, owner: int) -> None:
     """Answer requests until the other end is closed or `owner` ends."""
-    # Here alone: it takes a megabyte, which its owner does not need.
+    # Imported here only: ctypes takes a megabyte, which the owner of the helper does not need.
     import ctypes
 
-    # A collection would write to the pages that both share.
+    # A garbage collection would write to, and so copy, pages that the helper shares with its owner.
     gc.disable()
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_NAME, _NAME, 0, 0, 0)
-    # While it waits for a process, it cannot notice that the pipe is closed.
+    # While a read blocks, the helper cannot see that its pipe was closed.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     while os.getppid() == owner and (head := os.read(requests, 4)):
         path = os.read(requests, struct.unpack("=I", head)[0])
@@ -247,7 +247,7 @@ _reader: GuardedReader | None = None
 
 
 def guard_reads(reader: GuardedReader | None) -> None:
-    """Have all of this process's reads of such files done by `reader`; by itself where it is None, as at first."""
+    """Let `reader` do all guarded reads of this process; with None, the default, the process reads files itself."""
     global _reader
     earlier, _reader = _reader, reader
     if earlier is not None:
@@ -255,5 +255,5 @@ def guard_reads(reader: GuardedReader | None) -> None:
 
 
 def read_guarded(path: Path) -> bytes:
-    """Return what a file holds that may wait for a process; see `guard_reads` and `GuardedReader.read`."""
+    """Return the content of a file whose read may block; see `guard_reads` and `GuardedReader.read`."""
     return path.read_bytes() if _reader is None else _reader.read(path)

@@ -1,4 +1,4 @@
-"""The kernel's own log, as far as this process may read it."""
+"""The kernel's log, as far as this process may read it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ KERNEL_LOG = "/dev/kmsg"
 
 
 def lines_since(since: float, path: str = KERNEL_LOG) -> Iterator[tuple[float, str]]:
-    """Yield when, in seconds since the epoch, and what each line of the kernel's log says that is not older.
+    """Yield the time and the text of each line of the kernel's log that is not older than `since` (s since the epoch).
 
-    Each read of ``/dev/kmsg`` gives a record, ``priority,number,microseconds since boot,flags;text``. Raises
-    OSError where it cannot be read.
+    Each read of ``/dev/kmsg`` returns a record, ``priority,number,microseconds since boot,flags;text``. Raises
+    OSError if the log cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     booted = time.time() - time.monotonic()
@@ -22,7 +22,7 @@ def lines_since(since: float, path: str = KERNEL_LOG) -> Iterator[tuple[float, s
             try:
                 record = os.read(descriptor, 1 << 13)
             except BrokenPipeError:
-                # It was overwritten before it was read.
+                # The kernel overwrote the next record before it was read.
                 continue
             except BlockingIOError:
                 return

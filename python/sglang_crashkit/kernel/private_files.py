@@ -1,7 +1,7 @@
 """Folders and files that only their owner may read, whatever the umask; locks on folders, and named pipes.
 
-Evidence holds prompts, tokens and memory. A shared temporary folder may hold a symbolic link that somebody else put
-there, so links are never followed for the last component.
+Evidence contains prompts, tokens and memory. In a shared temporary folder another user may have put a symbolic link in
+place of a file, so a link as the last component of a path is not followed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _POLL_SECS = 0.01
 
 
 class OwnFolder:
-    """A folder of this user's, opened once: what is done below `path` is done in it, whatever its name leads to later.
+    """A folder of this user, opened once: `path` leads to this folder even if its name is given to another one later.
 
-    It is made with mode 0700 where it is missing, as are those above it.
+    A missing folder is created with mode 0700, and so are missing folders above it.
 
     Args:
-        folder: its last components must be folders of this user, and no links; what is above is the user's choice.
-        own: how many, 1 or more.
-        within: the folder that `folder` is in, where that is open.
+        folder: its last `own` components must be folders of this user, and no links; the user chose those above.
+        own: the number of these components, 1 or more.
+        within: the folder that contains `folder`, if it is open already.
 
     Attributes:
-        path: a way to it that no name is on; good in this process, and as long as this object is there.
+        path: a path to the folder by its descriptor; valid in this process, while this object exists.
 
     Raises:
-        CrashkitError: one of them is a link, a file, or another user's.
-        OSError: it cannot be created or opened.
+        CrashkitError: one of the last `own` components is a link, a file, or belongs to another user.
+        OSError: a folder cannot be created or opened.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class OwnFolder:
     def __init__(self, folder: Path, own: int = 1, within: OwnFolder | None = None) -> None:
         own = min(own, len(folder.parents))
         above = folder.parents[own - 1]
-        # Not `parents=True`: the folders that it makes have the mode that the umask leaves.
+        # Not `parents=True`: it ignores `mode` for the folders above, which get the umask's.
         for parent in reversed((above, *above.parents)) if within is None else ():
             if not parent.exists():
                 parent.mkdir(mode=0o700, exist_ok=True)
@@ -72,26 +72,26 @@ class OwnFolder:
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Make `folder` as `OwnFolder` does, with what it raises, and return it."""
+    """Create `folder` as `OwnFolder` does, and return it; raises what `OwnFolder` raises."""
     OwnFolder(folder)
     return folder
 
 
 def create_private(path: Path) -> BinaryIO:
-    """Open a new file with mode 0600 for writing bytes; raises FileExistsError where there is anything, as a link."""
+    """Create a file with mode 0600 for writing bytes; raises FileExistsError if anything, even a link, has its name."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     return os.fdopen(descriptor, "wb")
 
 
 def create_in_memory(name: str) -> int:
-    """Return a descriptor of an empty file that is in memory only, and may be sealed; no program inherits it.
+    """Return a descriptor, with close-on-exec set, of an empty file in memory (memfd_create(2)) that allows seals.
 
-    A Python that was built on an older system, as those of uv were until July 2026, has no function for it; the C
-    library has one. Raises OSError where there is no memory or no descriptor.
+    A Python that was built on an older system, as uv's builds were until July 2026, has no function for it; the C
+    library's is called then. Raises OSError if no memory or no descriptor is left.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
-    # Here alone: it takes a megabyte.
+    # Imported here only: ctypes takes a megabyte.
     import ctypes
 
     create = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
@@ -103,9 +103,9 @@ def create_in_memory(name: str) -> int:
 
 
 def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write `data` to `path` with mode 0600 in one step: readers see the old file or the new one, never a part.
+    """Write `data` to `path` with mode 0600 atomically: readers see the old file or the new one, never a part.
 
-    With `sync` it has reached the disk then. Raises OSError where that is not possible, and leaves nothing behind.
+    With `sync`, return only when the data is on the disk. On failure raise OSError, and leave no temporary file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
@@ -121,9 +121,9 @@ def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 def append_private(path: Path, data: bytes) -> None:
-    """Add `data` at the end of a file, a new one with mode 0600, in one write, or nothing.
+    """Append `data` to a file in one write, all of it or nothing; create the file with mode 0600 if it is missing.
 
-    Raises OSError where it is a link, or there is no room.
+    Raises OSError if `path` is a link, or the disk is full.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -136,9 +136,9 @@ def append_private(path: Path, data: bytes) -> None:
 
 
 def write_named(path: Path, data: bytes) -> None:
-    """Write `data` to a path that a user named, as `write_private` does.
+    """Write `data` to a path that a user gave, as `write_private` does.
 
-    Raises OSError, too, where there is something that is no file, such as a link, which is not replaced.
+    Also raises OSError, and replaces nothing, if `path` is a link or anything but a regular file.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -151,12 +151,12 @@ def write_json(path: Path, value: Any, *, sync: bool = False) -> None:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return `value` as indented JSON; what has no form in it stands as its text."""
+    """Return `value` as indented JSON; an object that JSON cannot represent becomes its `str`."""
     return json.dumps(value, indent=2, default=str).encode() + b"\n"
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the entries of `folder` durable; a file system that cannot is no error."""
+    """Write the entries of `folder` to the disk; errors, as of a file system that does not support it, are ignored."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -166,13 +166,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Open a file that may be anybody's for reading: no pipe is waited for, and no link followed but with `follow`.
+    """Open for reading a file that another user may have put there: don't block on a pipe, nor follow a link.
 
-    Raises OSError where it is missing, no regular file, or cannot be read.
+    With `follow`, follow links. Raises OSError if the file is missing, is not regular, or cannot be read.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
-    # `fdopen` refuses a folder, and leaves it open.
+    # Checked before `fdopen`, which raises for a folder and leaves the descriptor open.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file", str(path))
@@ -180,22 +180,22 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int, *, from_end: bool = False) -> bytes:
-    """Return at most so many bytes, with `from_end` the last ones, of a file as `open_regular` opens it."""
+    """Return the first `most` bytes, with `from_end` the last ones, of a file that `open_regular` opens."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if from_end:
             file.seek(max(0, size - most))
-        # Room is made for as much as is asked for. A size of 0 says nothing, as that of a file in /proc.
+        # `read` allocates as many bytes as it is asked for. A size of 0 may be wrong, as for files in /proc.
         return file.read(min(most, size) or most)
 
 
 def read_json(path: Path, most: int) -> Any:
-    """Return the JSON value in a file that may be anybody's, of at most so many bytes; see `open_regular`.
+    """Return the JSON value in a file of at most `most` bytes, which `open_regular` opens.
 
     Raises:
-        OSError: it is missing, no regular file, too long, or cannot be read.
-        ValueError: it holds no JSON.
-        RecursionError: it is nested too deeply.
+        OSError: the file is missing, not regular, too long, or cannot be read.
+        ValueError: the file does not contain JSON.
+        RecursionError: the JSON is nested too deeply.
     """
     data = read_regular(path, most + 1)
     if len(data) > most:
@@ -204,17 +204,17 @@ def read_json(path: Path, most: int) -> Any:
 
 
 class FifoError(Exception):
-    """Nothing was written; the message says why, in a few words."""
+    """Nothing was written to the pipe; the message gives the reason in a few words."""
 
 
 def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = False) -> None:
-    """Write few enough bytes for a pipe that is empty to the named pipe `path` and return at once.
+    """Write `data` to the named pipe `path` without blocking; it must fit into an empty pipe.
 
-    It must belong to the user `owner`. `path` may be a link, such as one of those in ``/proc/PID/fd``, with `follow`.
-    Raises FifoError where it is no pipe of that user, or has no reader.
+    The pipe must belong to the user `owner`. With `follow`, `path` may be a link, such as an entry of ``/proc/PID/fd``.
+    Raises FifoError if `path` is not a pipe of that user, or the pipe has no reader.
     """
     try:
-        # Not blocking: a pipe without a reader would hold the caller up for ever.
+        # O_NONBLOCK, because opening a pipe without a reader would block the caller for ever.
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
         descriptor = os.open(path, flags)
     except OSError as error:
@@ -232,7 +232,7 @@ def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = 
 
 
 def files_below(folder: Path, problems: list[CrashkitError]) -> list[Path]:
-    """Return the regular files below a folder, in order; `problems` gets why folders in it cannot be looked into."""
+    """Return the regular files below a folder, sorted; append to `problems` an error for each unreadable folder."""
 
     def note(error: OSError) -> None:
         at = error.filename
@@ -243,15 +243,15 @@ def files_below(folder: Path, problems: list[CrashkitError]) -> list[Path]:
 
 
 class FolderLock:
-    """A lock on a folder among processes, once `acquire` says so; the kernel lets go of it when its holder ends.
+    """A lock on a folder between processes, taken by `acquire`; the kernel releases it when its holder ends.
 
-    flock(2) on the folder itself leaves no lock file behind. It holds across containers of one machine; pids and start
-    times do not. It does not hold across machines: NFS makes no lock for a folder (nfs(5), flock(2)).
+    flock(2) on the folder itself leaves no lock file. The lock works between containers of a machine, in which pids
+    and start times do not identify a process, but not between machines: NFS locks no folder (nfs(5), flock(2)).
 
     Args:
-        folder: what to lock; a link in its place is not followed.
-        shared: others may have it too, unless they want it for themselves alone.
-        follow: follow a link after all, such as `OwnFolder.path`.
+        folder: the folder to lock; it must not be a link.
+        shared: take a shared lock, which several processes may hold at once, instead of an exclusive lock.
+        follow: let `folder` be a link, such as `OwnFolder.path`.
     """
 
     def __init__(self, folder: Path, *, shared: bool = False, follow: bool = False) -> None:
@@ -261,10 +261,10 @@ class FolderLock:
         self._descriptor = -1
 
     def acquire(self, timeout_secs: float = 0.0) -> Literal["held", "taken", "unsupported"]:
-        """Try to lock the folder, waiting so many seconds for somebody else to let go.
+        """Try to lock the folder, for at most `timeout_secs` seconds while another process holds the lock.
 
-        It is ``taken`` where somebody else had it all the time, ``unsupported`` where this file system has no locks.
-        Raises OSError where there is no such folder, or it may not be read.
+        Return ``taken`` if another process held it all the time, ``unsupported`` if the file system has no locks.
+        Raises OSError if the folder is missing, or may not be read.
         """
         deadline = time.monotonic() + timeout_secs
         self._descriptor = os.open(self._folder, self._flags)
@@ -281,7 +281,7 @@ class FolderLock:
             return "held"
 
     def release(self) -> None:
-        """Let go of it; does nothing where it is not held."""
+        """Release the lock; does nothing if it is not held."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

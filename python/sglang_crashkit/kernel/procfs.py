@@ -1,8 +1,8 @@
-"""Read what the kernel says of processes under ``/proc``.
+"""Read what ``/proc`` shows of processes.
 
-Field numbers are those of proc_pid_stat(5) and proc_pid_status(5). Every function answers None (or an empty value) for
-a process that is gone: between any two reads a process may go. What may wait for the process is read by `guarded_read`;
-where it does not come in time, that is the answer too.
+Fields are described in proc_pid_stat(5) and proc_pid_status(5). A process may end between any two reads, so every
+function returns None (or an empty value) for a process that is gone. Files whose read a process can block are read by
+`guarded_read`; if the read does not finish in time, the result is the same, except for `read_maps`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_crashkit.redact import redact_text
 
 _PROC = Path("/proc")
 _MAX_TITLE = 120
-#: The kernel keeps so much of a name.
+#: The kernel keeps this many bytes of a process's name (``comm``).
 COMM_BYTES = 15
 #: linux/sched.h
 _PF_EXITING = 0x4
@@ -47,13 +47,13 @@ class ProcStat:
 
 
 def started_at(start_ticks: int) -> float:
-    """Return when a process began, in seconds since the epoch, from its start time in clock ticks since boot."""
+    """Convert a process's start time in clock ticks since boot to seconds since the epoch."""
     since_boot = start_ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
 def _read(pid: int, *path: str) -> bytes:
-    """Return what a file of a process holds that waits for nothing; empty where that cannot be read."""
+    """Return the content of a file of a process whose read does not block; empty if it cannot be read."""
     try:
         return (_PROC / str(pid)).joinpath(*path).read_bytes()
     except OSError:
@@ -61,11 +61,11 @@ def _read(pid: int, *path: str) -> bytes:
 
 
 def read_stat(pid: int, start_ticks: int | None = None) -> ProcStat | None:
-    """Return the stat line of `pid`, or None when there is no such process, or not one that started then."""
+    """Return the stat line of `pid`; None if there is no such process, or it did not start at `start_ticks`."""
     raw = _read(pid, "stat")
     if not raw:
         return None
-    # The name stands in parentheses and may itself hold parentheses and spaces.
+    # The name is in parentheses and may contain parentheses and spaces itself.
     opened, closed = raw.find(b"("), raw.rfind(b")")
     fields = raw[closed + 2 :].split()
     if start_ticks not in (None, int(fields[19])):
@@ -91,31 +91,31 @@ def _read_guarded(pid: int, name: str) -> bytes:
 
 
 def read_cmdline(pid: int) -> list[str]:
-    """Return the arguments of `pid`; empty for a zombie, a kernel thread, one that is gone, and where none come."""
+    """Return the command line of `pid`; empty for a zombie or a kernel thread, or if the read fails or times out."""
     raw = _read_guarded(pid, "cmdline")
     return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
 
 
 def read_environ(pid: int) -> dict[str, str]:
-    """Return the environment that `pid` was started with, as far as it may be read: a title is written over it."""
+    """Return the environment that `pid` was started with, without what setproctitle has overwritten with a title."""
     entries = _read_guarded(pid, "environ").decode(errors="replace").split("\0")
     pairs = (entry.partition("=") for entry in entries)
     return {name: value for name, _equals, value in pairs if name}
 
 
 def read_maps(pid: int) -> bytes:
-    """Return what `pid` maps, as proc_pid_maps(5) has it; empty for a zombie and a kernel thread.
+    """Return the memory mappings of `pid`, see proc_pid_maps(5); empty for a zombie and a kernel thread.
 
-    Raises OSError where it may not be read, does not come in time, or the process is gone.
+    Raises OSError if they may not be read, the read does not finish in time, or the process is gone.
     """
     return read_guarded(_PROC / str(pid) / "maps")
 
 
 def title_of(cmdline: Iterable[str], comm: str) -> str:
-    """Return what a person calls the process.
+    """Return a name of the process for people to read.
 
-    A title set by setproctitle is returned as it is. Of an ordinary command line only the program and, where it is
-    Python, its module or script are kept: other arguments may be secrets.
+    A title set by setproctitle is returned without secrets. Of an ordinary command line only the program and, if that
+    is Python, its module or script are returned, because other arguments may be secrets.
     """
     arguments = list(cmdline)
     if not arguments or not arguments[0]:
@@ -123,12 +123,12 @@ def title_of(cmdline: Iterable[str], comm: str) -> str:
     if "::" in arguments[0]:
         return redact_text(arguments[0].strip()[:_MAX_TITLE])
     if len(arguments) == 1:
-        # setproctitle, once it was asked anything, may leave the whole command line as one argument.
+        # Once a process has called setproctitle, its whole command line may be a single argument.
         arguments = arguments[0].split() or [comm]
     kept = [Path(arguments[0]).name]
     option, program = program_of(arguments) if kept[0].startswith(_INTERPRETERS) else ("", "")
     if option == "-c":
-        # Which part of multiprocessing it runs, if it does.
+        # Keep the module of multiprocessing that the code imports, and nothing of any other code.
         found = _PART_OF_MULTIPROCESSING.match(program)
         kept += ["-c", found[1] if found else "..."]
     elif option and program:
@@ -154,7 +154,7 @@ def program_of(arguments: Sequence[str]) -> tuple[str, str]:
 
 
 def read_title(pid: int) -> str:
-    """Return the title of a process (see `title_of`), its `COMM_BYTES` first bytes where it does not come, or empty."""
+    """Return the title of a process (see `title_of`), or its ``comm`` if the command line is empty; empty if gone."""
     cmdline = read_cmdline(pid)
     if cmdline and cmdline[0]:
         return title_of(cmdline, "")
@@ -165,7 +165,7 @@ def read_title(pid: int) -> str:
 def is_python(pid: int) -> bool:
     """Say whether `pid` runs a Python interpreter, by the name of its executable.
 
-    Without permission to trace it, its title tells (SGLang's own are Python's) or its command line.
+    Without permission to trace it, go by its title (every process that SGLang titles is Python) or its command line.
     """
     try:
         executable = (_PROC / str(pid) / "exe").readlink()
@@ -178,19 +178,19 @@ def is_python(pid: int) -> bool:
 
 
 def is_running(pid: int, start_ticks: int | None = None) -> bool:
-    """Say whether a process lives: any that is called `pid`, or the one that was started at this time."""
+    """Say whether a process with the pid `pid`, and the start time `start_ticks` if given, is alive."""
     stat = read_stat(pid, start_ticks)
     return stat is not None and stat.state not in "ZX"
 
 
 def may_inspect(pid: int) -> bool:
-    """Say whether the kernel lets this process see what only a tracer may see of `pid`, such as an exit status."""
+    """Say whether this process may read what only a tracer of `pid` may read, such as its exit status."""
     try:
         (_PROC / str(pid) / "cwd").readlink()
     except PermissionError:
         return False
     except OSError:
-        # A zombie has none, but a caller without the right to look is told so first.
+        # A zombie has no ``cwd``, but without the right to trace it the error is PermissionError.
         return True
     return True
 
@@ -202,7 +202,7 @@ def main_thread_cpu_secs(pid: int) -> float:
 
 
 def thread_states(pid: int) -> dict[int, str]:
-    """Return the state letter of each thread of `pid` by its kernel thread id; empty when the process is gone."""
+    """Return the state letter of each thread of `pid`, by kernel thread id; empty when the process is gone."""
     try:
         threads = os.listdir(_PROC / str(pid) / "task")  # noqa: PTH208
     except OSError:
@@ -212,30 +212,30 @@ def thread_states(pid: int) -> dict[int, str]:
 
 
 def read_status(pid: int, thread: int | None = None) -> dict[str, str]:
-    """Return the fields of ``/proc/PID/status``, or of one thread's, by name; empty when it is gone."""
+    """Return the fields of ``/proc/PID/status``, or of the status of a thread of `pid`, by name; empty when gone."""
     text = _read(pid, "status") if thread is None else _read(pid, "task", str(thread), "status")
     pairs = (line.partition(":") for line in text.decode(errors="replace").splitlines())
     return {name: value.strip() for name, colon, value in pairs if colon}
 
 
 def catches_signal(pid: int, signum: int) -> bool:
-    """Say whether the process has a handler of its own for signal `signum` (field ``SigCgt``)."""
+    """Say whether the process has installed a handler for the signal `signum` (field ``SigCgt``)."""
     return in_mask(read_status(pid).get("SigCgt"), signum)
 
 
 def in_mask(mask: str | None, signum: int) -> bool:
-    """Say whether a signal is in a mask as ``/proc/PID/status`` writes it."""
+    """Say whether a signal is in a signal mask of ``/proc/PID/status``."""
     return mask is not None and bool(int(mask, 16) >> (signum - 1) & 1)
 
 
 def read_tracer(pid: int, thread: int | None = None) -> int:
-    """Return the pid of the process that traces the main thread of `pid`, or another, 0 if absent."""
+    """Return the pid of the process that traces `pid`'s main thread, or its thread `thread`; 0 without a tracer."""
     tracer = read_status(pid, thread).get("TracerPid", "0")
     return int(tracer) if tracer.isdigit() else 0
 
 
 def is_ending(pid: int) -> bool:
-    """Say whether `pid` has been killed, or is about to be gone: it holds what it held for a while then."""
+    """Say whether `pid` has ended, was killed or is exiting; it may keep its resources for a while then."""
     pending = read_status(pid)
     if any(in_mask(pending.get(name), signal.SIGKILL) for name in ("SigPnd", "ShdPnd")):
         return True
@@ -244,12 +244,12 @@ def is_ending(pid: int) -> bool:
 
 
 def read_wchan(pid: int) -> str:
-    """Return the kernel function the main thread sleeps in, or an empty string where it may not be read."""
+    """Return the kernel function in which the main thread sleeps; empty if it does not sleep or may not be read."""
     return _read(pid, "wchan").decode(errors="replace").strip("\0 \n0")
 
 
 def owner_of(pid: int) -> int | None:
-    """Return the user of a process, None where it is gone."""
+    """Return the user id of a process; None if the process is gone."""
     try:
         return (_PROC / str(pid)).stat().st_uid
     except OSError:
@@ -257,16 +257,16 @@ def owner_of(pid: int) -> int | None:
 
 
 def open_files(pid: int) -> Iterator[tuple[Path, Path]]:
-    """Yield what the process `pid` has open: the kernel's link to it, and the path that it had when it was opened."""
+    """Yield for each open file of `pid` the kernel's link to it (``/proc/PID/fd/N``) and the target of that link."""
     with contextlib.suppress(OSError):
         for entry in (_PROC / str(pid) / "fd").iterdir():
-            # Between the two it may be closed.
+            # The process may close the file between the two reads.
             with contextlib.suppress(OSError):
                 yield entry, entry.readlink()
 
 
 def available_bytes() -> int | None:
-    """Return how much memory new programs may take before the host swaps, in bytes; None where that is not told."""
+    """Return how much memory new programs may take before the host swaps, in bytes; None if it is not known."""
     with contextlib.suppress(OSError, ValueError):
         for line in (_PROC / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -275,11 +275,11 @@ def available_bytes() -> int | None:
 
 
 class TreeScanner:
-    """Finds the descendants of a process again and again at little cost.
+    """Finds the descendants of a process, again and again, at low cost.
 
-    Not every kernel has ``/proc/PID/task/TID/children``, so parents are looked up from each process's stat line. Those
-    of processes seen before are remembered; every 16 scans all are read anew, because a pid may have been recycled and
-    an orphan has a new parent. `without` is a process that is left out with its descendants.
+    Not every kernel has ``/proc/PID/task/TID/children``, so the parent comes from the stat line of each process. It is
+    read once for each process; every 16th scan reads all again, because a pid may have been recycled and an orphan has
+    a new parent. The process `without` and its descendants are left out.
     """
 
     def __init__(self, root_pid: int, *, without: int | None = None) -> None:
@@ -289,7 +289,7 @@ class TreeScanner:
         self._parents: dict[int, int] = {}
 
     def scan(self) -> set[int]:
-        """Return the pids of the root and all its descendants that are there now, zombies included."""
+        """Return the pids of the root and all its descendants that exist at present, zombies included."""
         if self._scans % 16 == 0:
             self._parents.clear()
         self._scans += 1
@@ -313,28 +313,28 @@ class TreeScanner:
 
 
 def boot_id() -> str:
-    """Return what tells this boot of this machine from every other, also within a container; proc_sys_kernel(5)."""
+    """Return the id of this boot of this machine, the same in every container; see proc_sys_kernel(5)."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
 def server_key(pid: int, start_ticks: int) -> str:
-    """Return the name in shared folders of a process in this PID namespace: ``<pid>-<start ticks>-<PID namespace>``.
+    """Return the name of a process of this PID namespace in shared folders: ``<pid>-<start ticks>-<PID namespace>``.
 
-    In each container the main process may be process 1, and hosts may share a name.
+    The pid and a host name do not suffice: each container's main process may be process 1, and hosts may share a name.
     """
     return f"{pid}-{start_ticks}-{own_namespace()}"
 
 
 def key_of(pid: int, start_ticks: int) -> str:
-    """Return the `server_key` that a process gives itself, which may be in another PID namespace; `pid` is of this one.
+    """Return the `server_key` that a process computes for itself, maybe in another PID namespace; `pid` is of this one.
 
-    Of a process that is gone, or that may not be looked at, it is taken to be in this one.
+    If the process is gone, or may not be inspected, assume that it is in this PID namespace.
     """
     try:
         namespace = (_PROC / str(pid) / "ns" / "pid").stat().st_ino
     except OSError:
         return server_key(pid, start_ticks)
-    # One number for each namespace that it is in, the innermost last; proc_pid_status(5).
+    # NSpid has the pid of the process in each of its PID namespaces, the innermost last; proc_pid_status(5).
     numbers = read_status(pid).get("NSpid", "").split()
     return f"{numbers[-1] if numbers else pid}-{start_ticks}-{namespace}"
 

@@ -1,7 +1,7 @@
-"""Where a server answers HTTP, and which processes listen there.
+"""The HTTP address of a server, and the processes that listen there.
 
-An address says nothing of who answers: a server that ends leaves its port to any other program. So a caller that
-means one server compares the sockets that listen at the port with those that its processes hold.
+An address does not identify a server: after a server has ended, any other program may listen on its port. So a caller
+that means a certain server compares the sockets that listen on the port with those that the server's processes hold.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from sglang_crashkit.kernel import procfs
 
 _SCHEMES = {"http": 80, "https": 443}
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-#: The state of a socket that listens, in these tables.
+#: The state of a listening socket in these tables.
 _LISTENS = "0A"
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server answers HTTP."""
+    """The address at which a server answers HTTP."""
 
     scheme: str  # ``http`` or ``https``
     host: str  # name or number, without brackets
     port: int
-    prefix: str = ""  # what stands before the paths, empty where it is not behind a proxy
+    prefix: str = ""  # what a proxy in front of the server puts before each path; empty without one
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Read an address from a URL; raises UsageError where it is not the URL of a server."""
+        """Parse an address from a URL; raises UsageError if it is not the URL of a server."""
         hint = "give it as http://HOST:PORT"
         try:
             parts = urllib.parse.urlsplit(url)
@@ -51,7 +51,7 @@ class Address:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is an address of this host, as far as names can be looked up."""
+        """Whether the address is of this host; false if the name cannot be resolved."""
         with contextlib.suppress(OSError):
             for family, kind, protocol, _name, address in socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM):
                 with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -60,16 +60,16 @@ class Address:
         return False
 
     def connect(self, timeout_secs: float) -> http.client.HTTPConnection:
-        """Return a connection to it, which is not made yet."""
+        """Return a connection to the server that connects on its first request."""
         kind = http.client.HTTPSConnection if self.scheme == "https" else http.client.HTTPConnection
         return kind(self.host, self.port, timeout=timeout_secs)
 
     def ask(self, path: str, timeout_secs: float) -> int:
-        """Get `path`, and return the status of the answer, of which no more is read.
+        """Send a GET request for `path`, and return the status of the response; the body is not read.
 
         Raises:
-            TimeoutError: no answer came in time.
-            OSError: the connection was refused or broke, or what answers does not speak HTTP.
+            TimeoutError: no response came in time.
+            OSError: the connection was refused or broke, or the response is not HTTP.
         """
         connection, came = self.connect(timeout_secs), queue.SimpleQueue[int | Exception]()
 
@@ -82,7 +82,7 @@ class Address:
             finally:
                 connection.close()
 
-        # A server that sends a byte now and then would hold this one for ever.
+        # The socket's timeout starts again with each byte: a slow server could block the request for ever.
         threading.Thread(target=get, daemon=True).start()
         try:
             answer = came.get(timeout=timeout_secs)
@@ -98,10 +98,10 @@ class Address:
 
 
 def listening_at(port: int) -> set[str]:
-    """Return the sockets of this network namespace that listen for TCP connections at `port`, by their inodes."""
+    """Return the inodes of the sockets of this network namespace that listen for TCP connections on `port`."""
     found = set()
     for table in _TABLES:
-        # A kernel without IPv6 has one of them only.
+        # A kernel without IPv6 does not have the second table.
         with contextlib.suppress(OSError), Path(table).open() as lines:
             for fields in map(str.split, lines):
                 if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
@@ -110,6 +110,6 @@ def listening_at(port: int) -> set[str]:
 
 
 def holders_of(sockets: Iterable[str], pids: Iterable[int]) -> dict[str, int]:
-    """Return which of the processes `pids` hold sockets, given by their inodes; one process of each socket."""
+    """Return, for each of the `sockets` (inodes), the pid of a process of `pids` that has it open."""
     names = {f"socket:[{inode}]": inode for inode in sockets}
     return {names[str(target)]: pid for pid in pids for _link, target in procfs.open_files(pid) if str(target) in names}

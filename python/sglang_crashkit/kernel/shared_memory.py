@@ -1,11 +1,11 @@
 """POSIX shared memory and semaphores that a killed server leaves in ``/dev/shm``.
 
-A process that SIGKILL ends unlinks nothing, and Python's resource tracker, which would, is killed with the rest. What
-a server had mapped and left is reported. It is removed only where no process can use it any more: its name bears the
-pid of a process of the server that is dead, and every process of the machine says that it does not map it. That can
-be asked in the machine's first PID namespace alone: other containers may share ``/dev/shm``, with each other and with
-the machine, and their processes cannot be seen from one of them. A container's own ``/dev/shm`` looks the same. Names
-without a pid (``psm_*``, ``nccl-*``, ``sem.mp-*``, ``sglang_loads_*``) do not say whose they are, so these stay.
+A process that gets SIGKILL unlinks nothing, and Python's resource tracker, which would, is killed too. The segments
+that a server had mapped and left are reported. A segment is removed only if no process can use it any more: its name
+has the pid of a dead process of the server, and no process of the machine maps it. Only the host's PID namespace shows
+all processes: containers may share ``/dev/shm`` with each other and with the host, and from inside a container neither
+their processes are visible nor whether its ``/dev/shm`` is shared. A name without a pid (``psm_*``, ``nccl-*``,
+``sem.mp-*``, ``sglang_loads_*``) does not identify its owner, so such a segment stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_crashkit.kernel import procfs
 
 FOLDER = Path("/dev/shm")  # noqa: S108 - where Linux has it
 _MAPPED = re.compile(rb"^\S+ \S+ \S+ \S+ (\d+) +/dev/shm/([^/\n]+)$", re.MULTILINE)
-#: Names that bear the pid of who made them; SGLang's own by ``srt/utils/stale_shm_cleanup.py``.
+#: Names that contain the pid of their creator; SGLang's are described in its ``srt/utils/stale_shm_cleanup.py``.
 _WITH_PID = re.compile(
     r"torch_(?P<torch>\d+)_\d+_\d+"
     r"|sgl_shm_[a-z]+_(?P<sglang>\d+)_[0-9a-f]{8}"
@@ -32,33 +32,33 @@ _WITHOUT_PID = re.compile(
     r"psm_[0-9a-f]+"  # multiprocessing.shared_memory
     r"|sem\.mp-\w+"  # multiprocessing's locks
     r"|nccl-\w+"
-    r"|sgl_shm_\w+"  # where the name has another form than above
+    r"|sgl_shm_\w+"  # in another form than above
     r"|sglang_(loads|host_pool)_[\w.-]+"
 )
-#: The longest that all processes are asked what they map, in seconds.
+#: The longest time that reading the mappings of all processes may take, in seconds.
 _LOOK_SECS = 5.0
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A file of ``/dev/shm``: its name and its inode, because a name may be given again."""
+    """A file of ``/dev/shm``, by name and inode, because a name may be reused."""
 
     name: str
     inode: int
 
     @property
     def creator(self) -> int | None:
-        """The pid that its name bears; None where it bears none."""
+        """The pid in its name; None if the name contains no pid."""
         match = _WITH_PID.fullmatch(self.name)
         return int(next(filter(None, match.groups()))) if match else None
 
 
 @dataclass(frozen=True)
 class OrphanedSegment:
-    """A segment that stays."""
+    """A segment that is not removed."""
 
     name: str  # in ``/dev/shm``
-    bytes: int  # what it takes of memory
+    bytes: int  # the memory that it takes
     why: str  # why it was not removed
 
 
@@ -66,14 +66,14 @@ def mapped_by(pid: int) -> set[Segment]:
     """Return the segments with a known kind of name that process `pid` maps.
 
     Raises:
-        OSError: it cannot be told.
+        OSError: the mappings of `pid` cannot be read.
     """
     found = {Segment(os.fsdecode(name), int(inode)) for inode, name in _MAPPED.findall(procfs.read_maps(pid))}
     return {its for its in found if _WITH_PID.fullmatch(its.name) or _WITHOUT_PID.fullmatch(its.name)}
 
 
 def of_server(pid: int) -> set[Segment]:
-    """Return the segments that bear the pid of a server's main process and are not mapped all the time."""
+    """Return the segments that are named after the pid of a server's main process and are not always mapped."""
     name = f"multi_tokenizer_args_{pid}"
     try:
         return {Segment(name, (FOLDER / name).lstat().st_ino)}
@@ -82,12 +82,12 @@ def of_server(pid: int) -> set[Segment]:
 
 
 def of_gone() -> list[OrphanedSegment]:
-    """Return this user's segments that bear the pid of a process that is gone, and why each may be in use; see `clear`.
+    """Return this user's segments whose names have the pid of a process that is gone, and why each may be in use.
 
-    Nothing is removed. `OrphanedSegment.why` is empty where every process says that it does not map it.
+    Nothing is removed; see `clear`. `OrphanedSegment.why` is empty if no process maps the segment.
 
     Raises:
-        OSError: there is no `FOLDER`, or it cannot be read.
+        OSError: `FOLDER` is missing or cannot be read.
     """
     there = []
     for path in sorted(FOLDER.iterdir()):
@@ -100,13 +100,13 @@ def of_gone() -> list[OrphanedSegment]:
 
 
 def clear(segments: Iterable[Segment], dead: Mapping[int, int]) -> tuple[list[str], list[OrphanedSegment]]:
-    """Unlink those of `segments`, which a server's processes had mapped, that no process can have a use for any more.
+    """Unlink those of `segments`, which a server's processes had mapped, that no process can use any more.
 
-    `dead` has the start times of its processes by pid where all are dead; it is empty where one lives, so that nothing
-    is removed.
+    `dead` has the start times of the server's processes by pid if all of them are dead. It is empty if a process of the
+    server lives; then nothing is removed.
 
     Returns:
-        The names of those that were removed, and those that are there still.
+        The names of the removed segments, and the segments that remain.
     """
     removed, left = [], []
     there = sorted((one for one in segments if _size_of(one) is not None), key=lambda segment: segment.name)
@@ -144,7 +144,7 @@ def _why_not_ours(segment: Segment, dead: Mapping[int, int]) -> str:
 
 
 def why_in_use(candidates: Collection[Segment]) -> dict[Segment, str]:
-    """Return of each why it may be in use still; empty where every process says that it is not."""
+    """Return for each segment why it may still be in use; an empty text if no process maps it."""
     unknown = _why_unseen()
     users: dict[Segment, str] = {}
     deadline = time.monotonic() + _LOOK_SECS
@@ -159,13 +159,13 @@ def why_in_use(candidates: Collection[Segment]) -> dict[Segment, str]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         except OSError:
-            # A zombie maps nothing, whichever process it was.
+            # A zombie maps nothing, so the error of a zombie is no reason to keep a segment.
             if procfs.is_running(int(name)):
                 unknown = f"what process {name} maps cannot be read"
                 break
             continue
         users |= {one: f"process {name} maps it" for one in mapped if one in candidates}
-        # It may open a segment of its own again, by its name.
+        # In its container this process may have the pid in the name, and may open its own segment again by name.
         pids = procfs.read_status(int(name)).get("NSpid", "").split()
         if len(pids) > 1 and (made := [one for one in candidates if str(one.creator) == pids[-1]]):
             why = f"process {name} of a container may have made it" if _shares_folder(name) else ""
@@ -181,7 +181,7 @@ def _shares_folder(pid: str) -> bool:
 
 
 def _why_unseen() -> str:
-    """Return why there may be processes that use this ``/dev/shm`` and cannot be seen; empty where all are seen."""
+    """Return why processes that use this ``/dev/shm`` may be hidden from this process; empty if all are visible."""
     try:
         mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
     except OSError as error:
@@ -196,7 +196,7 @@ def _why_unseen() -> str:
 
 
 def _size_of(segment: Segment) -> int | None:
-    """Return how many bytes it takes; None where it is not there any more, or is not this user's."""
+    """Return how many bytes a segment takes; None if it is gone, or belongs to another user."""
     try:
         stat = (FOLDER / segment.name).lstat()
     except OSError:

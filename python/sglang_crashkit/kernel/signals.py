@@ -1,8 +1,8 @@
-"""The signals that end processes of a server, or have them end it; `policy` decides whether one is sent.
+"""Send the signals that end a server's processes, or make them end the server; `policy` decides whether to send one.
 
-Four kinds are sent elsewhere: what ends a tool of the kit's own, the signal by which faulthandler is asked for stacks
-(`ladder`), SIGCONT for what a debugger may have left stopped (`tracing`), and what the kit sends in the place of
-upstream's ``kill_process_tree``.
+Four kinds of signal are sent elsewhere: to end a tool that the kit started, to request stacks from faulthandler
+(`ladder`), SIGCONT to a process that a debugger may have left stopped (`tracing`), and those that the kit sends in
+place of upstream's ``kill_process_tree``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang_crashkit.kernel.pidfd import ProcessHandle
 
 
 def send_sigquit(process: ProcessHandle) -> bool:
-    """Send SIGQUIT, by which SGLang's processes tell the main one of a failure; return whether it was sent."""
+    """Send SIGQUIT, by which SGLang's processes report a failure to the main process; return whether it was sent."""
     try:
         process.send_signal(signal.SIGQUIT)
     except OSError:
@@ -27,19 +27,19 @@ def send_sigquit(process: ProcessHandle) -> bool:
 
 
 def send_itself_sigquit() -> None:
-    """Send SIGQUIT to the main thread of this process: it may be in a call that a signal to another would not end."""
+    """Send SIGQUIT to this process's main thread: a signal to another thread would not interrupt its system call."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     signal.pthread_kill(main_thread, signal.SIGQUIT)
 
 
 def kill_below(pid: int, skipped: Collection[int] = ()) -> None:
-    """Send SIGKILL to all processes below `pid`, but to those that are skipped."""
+    """Send SIGKILL to all descendants of `pid` that are not in `skipped`."""
     kill_all(procfs.TreeScanner(pid).scan() - {pid, *skipped})
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Send SIGKILL to processes; one that is gone is no error."""
+    """Send SIGKILL to processes, and ignore errors, such as of a process that is gone."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -51,5 +51,5 @@ def kill_group(group: int) -> None:
 
 
 def kill_itself() -> None:
-    """End this process by SIGKILL; returns only in process 1 of a container, which is deaf to it."""
+    """End this process by SIGKILL; returns only in process 1 of a container, for which the kernel ignores it."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,14 +1,14 @@
-"""What a process of the server prepares at its start, so that its stacks can be had without tracing it.
+"""The hooks that a process of the server installs at its start, so that its stacks can be read without tracing it.
 
-Its files in the crash handler's runtime folder, which has mode 0700, named after the process's pid and start time:
+In the crash handler's runtime folder, which has mode 0700, its files are named after its pid and start time:
 
-- ``.json`` says which hooks are installed, and is there for as long as they may be used;
-- ``.sock`` is where a thread of the process answers with the stacks of all its threads (see `responder`);
-- ``.stack`` takes what faulthandler writes when the process gets the signal (see `capture.ladder`);
-- ``.fault`` takes what faulthandler writes when a fatal signal ends the process;
-- ``.say`` is where a thread of the server's main process takes lines for the server's log, and the word that a worker
-  wrote a ``.fault``;
-- ``.flight`` says where its flight recorder of NCCL is asked (see `capture.flight_request`).
+- ``.json`` describes the installed hooks, and exists as long as they may be used;
+- ``.sock`` is the socket at which a thread of the process answers with the stacks of all threads (see `responder`);
+- ``.stack`` receives the output of faulthandler when the process gets the signal (see `capture.ladder`);
+- ``.fault`` receives the output of faulthandler when a fatal signal ends the process;
+- ``.say`` is the socket at which a thread of the server's main process receives lines for the server's log, and the
+  message that a worker wrote a ``.fault``;
+- ``.flight`` has the paths of the pipe and the dump of its NCCL flight recorder (see `capture.flight_request`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 
 from sglang_crashkit.kernel.private_files import read_json, read_regular, write_private
 
-#: In the middle of the real-time signals: programs take theirs from either end, systemd takes 34 to 40 and 47 to 64.
+#: In the middle of the real-time signals: programs use them from either end, and systemd uses 34 to 40 and 47 to 64.
 DEFAULT_SIGNAL = 45
 HANDLER_PID = "handler.pid"
-#: The event by which the main process is told that a worker wrote its stacks as it died; see ``.say``.
+#: The event that reports to the main process that a worker wrote its stacks while it died; see ``.say``.
 FAULT = "fault"
 
 MAX_BYTES = 1 << 16
@@ -31,18 +31,18 @@ MAX_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class StackHooks:
-    """What one process installed."""
+    """The hooks that a process installed."""
 
     pid: int
     start_ticks: int  # see `procfs.ProcStat`
-    main_thread: int  # Python's identifier of its main thread, by which faulthandler names threads
-    signal: int  # on which faulthandler writes the stacks; 0 for none
-    roots: tuple[str, ...] = ()  # its folders of modules, which stacks are shortened by
+    main_thread: int  # Python's identifier of the main thread, as in the output of faulthandler
+    signal: int  # the signal on which faulthandler writes the stacks; 0 for none
+    roots: tuple[str, ...] = ()  # the folders of its modules, which are cut off the file names in stacks
 
 
 @dataclass(frozen=True)
 class HookFiles:
-    """The files of one process in the runtime folder."""
+    """The files of a process in the runtime folder."""
 
     description: Path
     socket: Path
@@ -60,13 +60,13 @@ class HookFiles:
 
 
 def describe(folder: Path, hooks: StackHooks) -> None:
-    """Write down which hooks are installed, the last step of the installation; raises OSError."""
+    """Write the ``.json`` of a process, as the last step of the installation; raises OSError."""
     files = HookFiles.of(folder, hooks.pid, hooks.start_ticks)
     write_private(files.description, json.dumps(asdict(hooks)).encode(errors="backslashreplace"))
 
 
 def read_stack_hooks(folder: Path, pid: int, start_ticks: int) -> StackHooks | None:
-    """Return what the process `pid` that started at `start_ticks` installed, None where that is nothing."""
+    """Return the hooks of the process `pid` that started at `start_ticks`; None if it has no valid ``.json``."""
     try:
         document = read_json(HookFiles.of(folder, pid, start_ticks).description, MAX_BYTES)
         roots = tuple(map(str, document["roots"]))
@@ -77,7 +77,7 @@ def read_stack_hooks(folder: Path, pid: int, start_ticks: int) -> StackHooks | N
 
 
 def read_handler_pid(folder: Path) -> int | None:
-    """Return the pid of the crash handler whose runtime folder this is, None where it has not said."""
+    """Return the pid of the crash handler whose runtime folder this is; None if it has not written its pid."""
     try:
         pid = int(read_regular(folder / HANDLER_PID, MAX_BYTES))
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Mirrors ``sglang/test``: what ends a test at once when a process that it depends on has ended."""
+"""Mirrors ``sglang/test``: code that ends a test at once when a process on which it depends has ended."""

@@ -1,12 +1,12 @@
-"""Notice within a tenth of a second that a process which a test depends on has ended, whatever its exit status.
+"""Notice within 0.1 s that a process on which a test depends has ended, whatever its exit status.
 
 ::
 
     with watch(lambda: [("prefill", cls.prefill), ("decode", cls.decode)]):
         ...
 
-The callable is asked every 0.1 s. Ending a process on purpose is announced: by ending the watch, or by naming the
-process no more. What the survivors are doing is captured before they are killed.
+The watcher calls the callable every 0.1 s. Before a test ends a process on purpose, it ends the watch, or its callable
+no longer returns the process. The watcher captures the stacks of the surviving processes before it kills them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from sglang_crashkit.visible import visible
 
 logger = logging.getLogger(__name__)
 
-#: The longest that the evidence of one death may take, in seconds.
+#: The longest that collecting the evidence of a death may take, in seconds.
 EVIDENCE_SECS = 2.0
-#: The longest that the survivors' end is waited for, in seconds.
+#: The longest that the watcher waits for the killed survivors to end, in seconds.
 KILL_SECS = 10.0
-#: How often the processes are looked at, in seconds; as often as by upstream's watcher.
+#: How often the watcher checks the processes, in seconds; the same as upstream's watcher.
 _POLL_SECS = 0.1
-#: So much later than planned the evidence may be there on a busy machine, in seconds.
+#: Seconds by which the evidence may be late on a busy machine.
 _LATE_SECS = 1.0
-#: A connection breaks a moment before the process that held it is gone; in seconds.
+#: Seconds to wait for an exit, because a process's connections break shortly before the process has ended.
 _GRACE_SECS = 0.2
 _FRAMES = 3
 
@@ -55,41 +55,41 @@ _FRAMES = 3
 class Held:
     """A watched process."""
 
-    name: str  # what it is called
+    name: str  # its name in the source
     process: subprocess.Popen[Any]
-    since: float  # when it was seen first, in seconds since the epoch
+    since: float  # when the source named it first, in seconds since the epoch
 
 
 @dataclass
 class Death:
     """An unexpected exit."""
 
-    name: str  # what the process is called
+    name: str  # the name of the process in the source
     pid: int  # its process id
-    returncode: int  # its exit status, or minus the number of the signal that ended it, as subprocess tells it
+    returncode: int  # its exit status, or minus the number of the signal that ended it, as in `subprocess`
     noticed: float  # when it was noticed, in seconds since the epoch
-    #: Further watched processes that had ended unexpectedly by then, each as ``name (pid=…) exited rc=…``.
+    #: Other watched processes that had ended unexpectedly at that time, each as ``name (pid=…) exited rc=…``.
     others: tuple[str, ...] = ()
-    folder: Path | None = None  # where the survivors' stacks are; None where nothing could be written
-    survivors: list[str] = field(default_factory=list)  # what each process of the surviving side did meanwhile
-    #: The incident that the process's own crash handler wrote; None if absent.
+    folder: Path | None = None  # the folder with the survivors' stacks; None if no stack was written
+    survivors: list[str] = field(default_factory=list)  # the top frames of each surviving process
+    #: The incident that the dead process's crash handler wrote; None if absent.
     incident: StoredIncident | None = None
 
     @property
     def headline(self) -> str:
-        """Who ended, and how."""
+        """The process that ended, and how."""
         return f"{self.name} (pid={self.pid}) exited rc={self.returncode}"
 
     @property
     def verdict(self) -> str:
-        """What the incident says of it, and where the incident is; empty if absent."""
+        """The verdict and the path of the incident; empty if there is no incident."""
         if self.incident is None:
             return ""
         verdict = self.incident.incident.verdict
         return f"{verdict.text if verdict is not None else 'no verdict'} ({self.incident.path})"
 
     def lines(self) -> Iterator[str]:
-        """Yield what is known, for a person: the headline, the incident's verdict, what the survivors did."""
+        """Yield lines for people to read: the headline, the incident's verdict, the top frames of the survivors."""
         yield self.headline
         yield from (f"also: {other}" for other in self.others)
         if self.incident is not None:
@@ -104,14 +104,14 @@ Source = NamedProcesses | Callable[[], NamedProcesses]
 
 
 class Watcher:
-    """Watches processes in a thread of its own until one ends unexpectedly or the watch is ended.
+    """Watches processes in a thread of its own, until a process ends unexpectedly or the watch is ended.
 
     Args:
-        source: name and process, or a callable that returns them as they are now.
-        on_death: called in the watcher's thread with all that is known, before the survivors are killed. Without it
-            this process ends after that, with its status: 128 + N for signal N, 1 for a status of 0.
+        source: names and processes, or a callable that returns the present ones.
+        on_death: called in the watcher's thread with all evidence, before the survivors are killed. Without it, this
+            process exits after the kills with the dead process's status: 128 + N for signal N, 1 for a status of 0.
         any_status: an exit with status 0 is unexpected too.
-        folder: where the survivors' stacks go; below the fallback folder when None.
+        folder: the folder for the survivors' stacks; None for a folder below the fallback folder.
     """
 
     _active: ClassVar[weakref.WeakSet[Watcher]] = weakref.WeakSet()
@@ -131,12 +131,12 @@ class Watcher:
         self._held: dict[int, Held] = {}
         self._ended = threading.Event()
         self.stopped = threading.Event()  # ends the watch when it is set
-        self.death: Death | None = None  # the unexpected exit, once its evidence is whole
+        self.death: Death | None = None  # the unexpected exit, once its evidence is complete
         self._thread = threading.Thread(target=self._run, name="sglang-crashkit-fail-fast", daemon=True)
 
     @classmethod
     def covering(cls, processes: Iterable[subprocess.Popen[Any]]) -> Watcher | None:
-        """Return the watcher under which all of `processes` are already, None if absent."""
+        """Return the active watcher that watches all of `processes`; None if there is no such watcher."""
         wanted = {id(process) for process in processes}
         for watcher in list(cls._active):
             if not wanted or watcher.stopped.is_set():
@@ -147,13 +147,13 @@ class Watcher:
         return None
 
     def start(self) -> Watcher:
-        """Begin to watch, and return this watcher."""
+        """Start the watch, and return this watcher."""
         self._active.add(self)
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """End the watch; to be called before the processes are ended on purpose. Twice is no error."""
+        """End the watch. Call it before the processes are ended on purpose; a second call does nothing."""
         self.stopped.set()
 
     def __enter__(self) -> Watcher:
@@ -161,12 +161,12 @@ class Watcher:
 
     def __exit__(self, kind: type[BaseException] | None, *_raised: object) -> None:
         if kind is not None:
-            # What failed in the block may be a consequence of a death that is being looked into.
+            # The exception may be a consequence of a death whose evidence is still being collected.
             self.settle()
         self.stop()
 
     def settle(self) -> Death | None:
-        """Return the death, waiting for its evidence where a watched process has ended or does so within the grace."""
+        """Return the death, after its evidence is complete, if a process has ended or ends within `_GRACE_SECS`."""
         deadline = time.monotonic() + _GRACE_SECS
         while self.death is None and not self.stopped.is_set():
             if self._find_dead():
@@ -178,11 +178,11 @@ class Watcher:
         return self.death
 
     def _named(self) -> list[tuple[str, subprocess.Popen[Any]]] | None:
-        """Return the processes that are there now; None where the caller's code that lists them raised."""
+        """Return the present processes of the source; None if the caller's callable raised."""
         try:
             source = self._source() if callable(self._source) else self._source
             return [(name, process) for name, process in source if process is not None]
-        except Exception as error:  # noqa: BLE001 - the caller's code; the processes known so far are watched on
+        except Exception as error:  # noqa: BLE001 - the caller's code; the watch of the known processes continues
             logger.warning("crash kit: the watched processes could not be listed: %s", error)
             return None
 
@@ -203,7 +203,7 @@ class Watcher:
             self._ended.set()
 
     def _find_dead(self) -> list[tuple[Held, int]]:
-        """Return those that ended unexpectedly, each with its exit status as subprocess tells it."""
+        """Return the processes that ended unexpectedly, each with its exit status as in `subprocess`."""
         codes = [(held, held.process.poll()) for held in list(self._held.values())]
         return [(held, code) for held, code in codes if code is not None and (code != 0 or self._any_status)]
 
@@ -240,17 +240,17 @@ class Watcher:
 
 
 def capture(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, deadline_secs: float) -> None:
-    """Take the stacks of every Python process of the surviving side at once, without stopping one.
+    """Take the stacks of all surviving Python processes at the same time, without stopping any of them.
 
-    Of each watched process that lives there is the name and the pid. What came of it is kept in `death`, and in a
-    folder of this death, with mode 0700, in `folder`.
+    `survivors` has the name and pid of each watched process that lives; their descendants are included. The results go
+    into `death`, and into a new subfolder of `folder` with mode 0700.
     """
     owners = {pid: name for name, root in survivors for pid in sorted(procfs.TreeScanner(root).scan())}
     roles = {pid: procfs.read_title(pid) for pid in owners if procfs.is_python(pid)}
     moment = datetime.fromtimestamp(death.noticed, timezone.utc).strftime("%Y%m%dT%H%M%S")
     own = folder / f"{moment}-{titles.label_of(death.name, death.pid)}-{os.urandom(4).hex()}"
     taken = sample_all(roles, deadline_secs)
-    # JUnit's reports keep the first lines only.
+    # Schedulers first, because JUnit reports keep only the first lines.
     for result in sorted(taken, key=lambda one: titles.role_of(roles[one.pid]) != "scheduler"):
         name, title = owners[result.pid], roles[result.pid]
         doing = f"no stack: {result.problem}"
@@ -263,14 +263,14 @@ def capture(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, de
                 death.folder = make_private_folder(own)
                 write_private(death.folder / file, text.encode(errors="replace"))
         if titles.role_of(title) != "helper" or "multiprocessing" not in title:
-            # multiprocessing's own helpers only wait.
+            # The stacks of multiprocessing's helper processes are of no interest: they only wait.
             death.survivors.append(f"{name}: {title} (pid {result.pid}): {doing}")
 
 
 def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
-    """Kill processes with their descendants; return the pids of those that are not gone within `timeout_secs`.
+    """Kill processes and their descendants; return the pids of those that still run after `timeout_secs`.
 
-    Their crash handlers are told first, so that what follows is no incident.
+    Notify their crash handlers first, so that the kills are not recorded as an incident.
     """
     deadline = time.monotonic() + timeout_secs
     for root in roots:
@@ -279,7 +279,7 @@ def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
             with contextlib.suppress(protocol.HandlerUnreachableError):
                 protocol.notify(str(path), "teardown", pid=root)
     pids: set[int] = set()
-    # Once more after the first round: one may have been about to fork.
+    # Scan twice: a process may have forked between the first scan and its SIGKILL.
     for _ in range(2):
         pids |= {pid for root in roots for pid in procfs.TreeScanner(root).scan()}
         signals.kill_all(pids)
@@ -289,18 +289,18 @@ def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
 
 
 def watch(source: Source, *, folder: Path | None = None) -> Watcher:
-    """Watch processes, whatever status they end with.
+    """Watch processes, whatever status they end with; see `Watcher`.
 
-    In a pytest run with the kit's plugin the test that runs fails by name, with the evidence in its report, and so do
-    those that depend on the same fixture; anywhere else this process ends, as with upstream's watcher. See `Watcher`.
+    In a pytest run with the kit's plugin, the running test fails by name, with the evidence in its report, and so do
+    the tests that depend on the same fixture. Without the plugin this process exits, as with upstream's watcher.
     """
-    # Not imported: elsewhere there need be no pytest.
+    # Don't import the plugin: without it, pytest may not be installed.
     runner = getattr(sys.modules.get("sglang_crashkit.test.plugin"), "runner", None)
     watcher: Watcher = Watcher(source, folder=folder).start() if runner is None else runner.watch(source, folder=folder)
     return watcher
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # closed, or a full disk behind it
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed, or goes to a full disk
         sys.stderr.write(f"{visible(text)}\n")
         sys.stderr.flush()

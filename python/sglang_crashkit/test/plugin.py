@@ -1,4 +1,4 @@
-"""The pytest plugin: when a watched process ends, the test that depends on it fails at once, by name.
+"""The pytest plugin: when a watched process ends, the running test that depends on it fails at once, by name.
 
 ::
 
@@ -7,10 +7,10 @@
         with start_pair() as pair, crashkit_watch(lambda: [("prefill", pair.prefill), ("decode", pair.decode)]):
             yield pair
 
-In unittest's ``setUpClass`` the same is `sglang_crashkit.test.fail_fast.watch`; the watch is ended before the processes
-are. A test that depends on the fixture, or the part of its setup that runs, is interrupted by an exception in the main
-thread, which a signal raises there even while it waits for an answer. The tests after it that depend on the same
-fixture fail before they begin. Everything else goes on: other tests, teardown, reports, coverage.
+In unittest's ``setUpClass`` call `sglang_crashkit.test.fail_fast.watch`, and end the watch before the processes. The
+plugin interrupts the running test, or its setup, if it depends on the fixture: a signal raises an exception in the main
+thread, even while that waits for a response. Later tests that depend on the same fixture fail before they start. All
+else continues: other tests, teardown, reports, coverage.
 """
 
 from __future__ import annotations
@@ -31,47 +31,47 @@ if TYPE_CHECKING:
 
 
 class ProcessDiedError(Exception):
-    """A process that the test depends on has ended."""
+    """A process on which the test depends has ended."""
 
 
 class ProcessDiedDuringTestError(BaseException):
-    """A process that the running test depends on has ended.
+    """A process on which the running test depends has ended.
 
-    Not an `Exception`: a test that repeats what failed would go on against a dead server.
+    Not an `Exception`: a test that catches `Exception` and retries would continue with a dead server.
     """
 
 
 @dataclass(eq=False)
 class Guard:
-    """A watch, and which tests depend on it."""
+    """A watch, and the fixture or the test that started it."""
 
     watcher: Watcher
-    owner: str  # the fixture or the test that began it
+    owner: str  # the name of the fixture, or the node id of the test
     is_fixture: bool
-    param: object = None  # of the fixture
-    reported: bool = False  # the death is in a report, or interrupts the test that will have it in one
-    is_over: bool = False  # the fixture is torn down: what has its name later is of other processes
+    param: object = None  # the fixture's parameter
+    reported: bool = False  # an exception with the death was created; it is in a report, or will be
+    is_over: bool = False  # the fixture is torn down; a later fixture of that name has other processes
 
     def names(self, item: pytest.Item) -> bool:
-        """Say whether a test depends on the fixture, or is the test."""
+        """Say whether a test depends on the owner if that is a fixture, or is the owner."""
         if not self.is_fixture:
             return self.owner == item.nodeid
         params = getattr(getattr(item, "callspec", None), "params", {})
         return self.owner in getattr(item, "fixturenames", ()) and params.get(self.owner, self.param) is self.param
 
     def concerns(self, item: pytest.Item) -> bool:
-        """Say whether a test depends on the watched processes, one of which has ended."""
+        """Say whether a watched process has ended, and a test depends on the watched processes."""
         return self.watcher.death is not None and not self.is_over and self.names(item)
 
     def report(self, kind: type[BaseException] = ProcessDiedError) -> BaseException:
-        """Return the exception that says what is known of the death."""
+        """Return an exception that describes the death."""
         assert self.watcher.death is not None
         self.reported = True
         return kind("\n".join(self.watcher.death.lines()))
 
 
 class FailByName:
-    """The runner of this process, and its hooks."""
+    """The watches of this pytest process, and the pytest hooks that report deaths."""
 
     def __init__(self, config: pytest.Config) -> None:
         folder = config.getoption("crashkit_evidence")
@@ -82,7 +82,7 @@ class FailByName:
         self._handler: tuple[int, Any] | None = None
 
     def watch(self, source: Source, *, folder: Path | None = None) -> Watcher:
-        """Watch processes for the tests that depend on the fixture that is being set up, or for the running test."""
+        """Watch processes for the tests that depend on the fixture in setup, or for the running test."""
         from sglang_crashkit.test.fail_fast import Watcher
 
         watcher = Watcher(source, lambda _death: self._interrupt(), folder=folder or self._folder)
@@ -90,7 +90,7 @@ class FailByName:
         owner, param = self._fixtures[-1] if self._fixtures else (test, None)
         self._guards.append(Guard(watcher, owner, is_fixture=bool(self._fixtures), param=param))
         if self._handler is None and threading.current_thread() is threading.main_thread():
-            # Real-time signals, because the others have uses: SIGALRM is pytest-timeout's, SIGUSR1 faulthandler's.
+            # A real-time signal, because other signals are in use: SIGALRM by pytest-timeout, SIGUSR1 by faulthandler.
             for signum in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
                 if signal.getsignal(signum) == signal.SIG_DFL:
                     self._handler = (signum, signal.signal(signum, self._on_signal))
@@ -103,7 +103,7 @@ class FailByName:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
-        """Know whose watch it is that begins meanwhile."""
+        """Record the fixture in setup, which owns the watches that it starts."""
         self._fixtures.append((fixturedef.argname, getattr(request, "param", None)))
         try:
             return (yield)
@@ -111,14 +111,14 @@ class FailByName:
             self._fixtures.pop()
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Know that no later test depends on what the fixture gave."""
+        """Record that no later test depends on the processes of the fixture."""
         for guard in self._guards:
             guard.is_over |= guard.is_fixture and guard.owner == fixturedef.argname
 
-    # Innermost, so that only the test's and its fixtures' code is ever interrupted, not other plugins'.
+    # The innermost wrapper, so that only code of the test and its fixtures is interrupted, not that of other plugins.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Let the setup be interrupted."""
+        """Allow the signal to interrupt the setup."""
         self._phase = (item, "setup")
         try:
             return (yield)
@@ -127,7 +127,7 @@ class FailByName:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Let the test be interrupted."""
+        """Allow the signal to interrupt the test."""
         self._phase = (item, "call")
         try:
             self.raise_for(item)
@@ -137,7 +137,7 @@ class FailByName:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Report a death that no test has reported; a teardown itself is never interrupted."""
+        """Report a death that no test has reported; the teardown itself is not interrupted."""
         result = yield
         for guard in self._guards:
             if guard.watcher.death is not None and not guard.reported and guard.names(item):
@@ -148,7 +148,7 @@ class FailByName:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Name the dead process as the cause where the test failed of its consequences first."""
+        """Report the dead process as the cause if the test failed from a consequence of the death first."""
         report = yield
         cause = call.excinfo.value if call.excinfo is not None else None
         is_told = isinstance(cause, (ProcessDiedError, ProcessDiedDuringTestError))
@@ -165,11 +165,11 @@ class FailByName:
         return report
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say who died, and where the evidence is."""
+        """Print which processes died, and where the evidence is."""
         deaths = [guard.watcher.death for guard in self._guards if guard.watcher.death is not None]
         if not deaths:
             return
-        # Most runs have none, and need nothing of the kit.
+        # Imported here only, because most runs have no death.
         from sglang_crashkit.visible import visible
 
         terminalreporter.section("processes that ended unexpectedly")
@@ -178,7 +178,7 @@ class FailByName:
                 terminalreporter.write_line(visible(line))
 
     def pytest_unconfigure(self) -> None:
-        """End what is left."""
+        """End the watches that are left, and restore the signal's handler."""
         global runner
         for guard in self._guards:
             guard.watcher.stop()
@@ -186,10 +186,10 @@ class FailByName:
             signal.signal(*self._handler)
         runner = None
 
-    # -- what they share
+    # -- shared by the hooks
 
     def raise_for(self, item: pytest.Item) -> None:
-        """Raise `ProcessDiedError` where a test depends on a dead process."""
+        """Raise `ProcessDiedError` if a test depends on a dead process."""
         for guard in self._guards:
             if guard.concerns(item) and not guard.watcher.stopped.is_set():
                 raise guard.report()
@@ -207,16 +207,16 @@ class FailByName:
         item, when = self._phase
         for guard in self._guards:
             if not guard.reported and guard.concerns(item):
-                # What cleans up after a failed setup often catches Exception only.
+                # During setup an `Exception`: code that cleans up after a failed setup often catches nothing else.
                 raise guard.report(ProcessDiedDuringTestError if when == "call" else ProcessDiedError)
 
 
-#: That of this process; see `fail_fast.watch`.
+#: The instance of this process, which `fail_fast.watch` uses.
 runner: FailByName | None = None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test that depends on a dead process before its fixtures are set up, but not one that is skipped."""
+    """Fail a test that depends on a dead process before its fixtures are set up, unless the test is skipped."""
     if runner is not None:
         runner.raise_for(item)
 
@@ -232,7 +232,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put the runner in place."""
+    """Create and register the plugin's instance."""
     global runner
     runner = FailByName(config)
     config.pluginmanager.register(runner)

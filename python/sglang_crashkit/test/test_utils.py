@@ -1,4 +1,4 @@
-"""What the patched ``sglang/test/test_utils.py`` calls: the watcher that ends a test run when a server has ended."""
+"""Hooks of ``sglang/test/test_utils.py``: the watcher that ends a test run when a server process has ended."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def start_subprocess_fail_fast_watcher(named_procs: NamedProcesses) -> threading.Event:
-    """End this process, with the same status, as soon as one of some subprocesses exits with another status than 0.
+    """End this process, with the same status, as soon as one of the subprocesses exits with a status other than 0.
 
-    The others are captured, and killed with their descendants. The event that is returned is to be set before the
-    subprocesses are ended on purpose.
+    Before that, capture the stacks of the other subprocesses, and kill them and their descendants. Set the returned
+    event before the subprocesses are ended on purpose.
     """
     processes = list(named_procs)
     watcher = Watcher.covering(process for _, process in processes if process is not None)
@@ -27,12 +27,12 @@ def start_subprocess_fail_fast_watcher(named_procs: NamedProcesses) -> threading
 
 
 def provide_fail_fast_watcher() -> Callable[[NamedProcesses], threading.Event]:
-    """Return `start_subprocess_fail_fast_watcher`, for releases that have none; where it cannot start, none watches."""
+    """Return the kit's watcher for releases without upstream's; if it cannot start, the processes are not watched."""
     return on_start_fail_fast_watcher(lambda _named_procs: threading.Event())
 
 
 def on_start_fail_fast_watcher(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Take over from upstream's ``start_subprocess_fail_fast_watcher``, which still runs where the kit is off."""
+    """Replace upstream's ``start_subprocess_fail_fast_watcher``; call it if the kit is off or its watcher fails."""
 
     @functools.wraps(start)
     def wrapper(named_procs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Mirrors ``sglang/test/server_fixtures``: what the patched fixtures there call."""
+"""Mirrors ``sglang/test/server_fixtures``: the hooks that its patched fixtures call."""

@@ -1,4 +1,4 @@
-"""Hooks of ``sglang/test/server_fixtures/disaggregation_fixture.py``: a pair is set up, and torn down."""
+"""Hooks of ``sglang/test/server_fixtures/disaggregation_fixture.py``: the setup and teardown of a pair."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MEMBERS = (("prefill", "process_prefill"), ("decode", "process_decode"), ("lb",
 
 
 def on_pd_setup(fixture: Any) -> None:
-    """Watch prefill, decode and router from the moment that each is started, until `on_pd_teardown`.
+    """Watch prefill, decode and router, each from its start until `on_pd_teardown`.
 
-    The ``process_*`` of the class `fixture` are read again and again, so that a restarted one is followed.
+    The watcher reads the ``process_*`` attributes of the class `fixture` repeatedly, so it follows a restarted process.
     """
     try:
         _stop(fixture)
@@ -28,7 +28,7 @@ def on_pd_setup(fixture: Any) -> None:
 
 
 def on_pd_teardown(fixture: Any) -> None:
-    """End the watch, before the processes are ended on purpose."""
+    """End the watch before the fixture ends the processes on purpose."""
     try:
         _stop(fixture)
     except Exception:
