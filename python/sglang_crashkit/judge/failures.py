@@ -178,8 +178,7 @@ class Failures:
         # Only a name with a number is certain: several processes may have the same role.
         sure = sorted((it for it in found if it.weight >= 50 and not it.is_consequence), key=lambda it: it.where)
         first = next((it.who for it in (*sure, self._case.watched) if it and re.search(r"\d", it.who or "")), None)
-        died = {it.who for it in found if it.kind in _known("ends") and re.search(r"\d", it.who or "")}
-        first = first or (died.pop() if len(died) == 1 else None)
+        first = first or next(filter(None, (_only(self._case, one) for one in self._dumps)), None)
         named = {one.who for one in found if one.weight >= 41}
         layout, arguments = topology_of(self._case), self._case.arguments
         seen = (part for one in self._raises if (part := component_of(one.error.frames)) not in _NOTICED)
@@ -517,10 +516,10 @@ class Failures:
         who = next(sides, who) if kind == "peer_lost" else who
         side = event.side if part in _known("of_a_pair") else ""
         who = who or side or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
-        others = [one for one in (*self._raises, *self._of_engines) if row.blames and one.side not in ("", event.side)]
-        is_blamed = any(
-            one.error.type if isinstance(one, Raised) else abs(one.at - event.at) < _NEXT_S for one in others
-        )
+        # The server of the other side says itself what failed there, or its transfer engine does.
+        raised = (one.side for one in self._raises if one.error.type)
+        engines = (one.side for one in self._of_engines if abs(one.at - event.at) < _NEXT_S)
+        is_blamed = row.blames and any(side not in ("", event.side) for side in (*raised, *engines))
         # The log of another program, beside the log of a server that logs why its own start failed.
         homes = {one.file for one in self._case.servers if one.values}
         is_aside = bool(homes) and event.file not in homes and any(one.file in homes for one in self._raises)
