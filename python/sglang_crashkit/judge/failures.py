@@ -185,6 +185,8 @@ class Failures:
         said = ("aiter" for one in self._case.events if isinstance(one, Line) and "aiter" in one.text)
         on = (name for name in _known("suspects") if is_switched_on(name, arguments))
         suspect = next((name for some in (on, seen, said) for name in some), "gpu")
+        stacks = (one.because[1:] for one in found if one.kind in ("aborted", "fatal_signal"))
+        noticed = next((frames[0] for frames in stacks if frames), "")
         for one in found:
             if one.kind in ("killed", "exited", "aborted") and one.weight < 40:
                 # A finding that is itself a consequence can explain an exit status, but not a signal.
@@ -200,6 +202,8 @@ class Failures:
                 one.who, one.level = first, "supported"
             if one.kind == "cuda_fault" and one.component in _NOTICED:
                 one.component = suspect
+                if noticed and noticed not in one.headline:
+                    one.next = [*steps_of("noticed", place=noticed), *one.next]
                 if way := way_out(one.component, arguments, is_seen=False):
                     others = [step for step in one.next if not step.startswith("the scheduler part")]
                     one.next = [*steps_of("suspect", part=one.component, way=way), *others]

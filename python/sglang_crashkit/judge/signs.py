@@ -26,6 +26,8 @@ _LATE = 40.0
 #: Up to this many KV transfers in flight are normal.
 _FEW_TRANSFERS = 8
 _HALF_HOUR, _DAY_S = 1800.0, 86400.0
+#: The longest that a side waits for a transfer, in seconds; the limits are minutes.
+_WAITED_S = 1800.0
 OTHER_SIDE = {"prefill": "decode", "decode": "prefill"}
 _rows, _pattern = functools.partial(rows, "signs"), functools.partial(pattern, "signs")
 
@@ -357,8 +359,11 @@ def _transfers(signs: Signs, case: Case) -> Finding | None:
     if signs.all("lost_prefill"):
         return None
     if found := signs.all("transfer_timeout"):
-        side = topology.topology_of(case, found[0].process.side).side
-        return finding_of("transfer_timeout", found[0].event.place, _quote(*found[:3]), who=OTHER_SIDE.get(side))
+        side, place = topology.topology_of(case, found[0].process.side).side, found[0].event.place
+        other = OTHER_SIDE.get(side)
+        lines = (one for one in reversed(case.events) if isinstance(one, Line) and one.side == other)
+        word = next((one for one in lines if one.place < place and place[0] - one.at < _WAITED_S), None)
+        return finding_of("transfer_timeout", place, _quote(*found[:3]), who=other, word=word and word.text[:140])
     # A prefill server runs no requests, and its queue also grows for other reasons: it counts only with a complaint.
     least = dict.fromkeys(("decode", "prefill"), _STANDS_S / 3) if signs.complaint else {"decode": _STANDS_S}
     for process in case.processes.values():
@@ -405,7 +410,8 @@ def silence_of(signs: Signs, case: Case) -> dict[str, Any]:
     kind = "weight_update_deadlock" if signs.part == "weight_update" else None
     asked = {one.text for one in case.progress if one.kind == "control"}
     steps = steps_of("update") if "/pause_generation" in asked else []
-    on = (name for name in load("failures")["suspects"] if is_switched_on(name, case.arguments))
+    suspects = [*load("failures")["suspects"], "nixl", "mooncake"]
+    on = (name for name in suspects if is_switched_on(name, case.arguments))
     part = signs.part or next(on, None)
     told = {"kind": kind, "component": part, "way": way_out(part, case.arguments, is_seen=False), "update_steps": steps}
     return told | {"batch": signs.batch, "word": signs.last_word}
@@ -502,7 +508,8 @@ def _health(signs: Signs, case: Case) -> Finding | None:
     if not found:
         return None
     nodes = topology.name_nodes(topology.topology_of(case).unseen_nodes)
-    return finding_of("no_health", where, because, nodes=nodes, **silence_of(signs, case))
+    side = found[0].process.side
+    return finding_of("no_health", where, because, who=side, nodes=nodes, **silence_of(signs, case))
 
 
 # -- components and kernels

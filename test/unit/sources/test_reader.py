@@ -215,7 +215,7 @@ DRAINS = "Gracefully exiting... Remaining number of requests {}. Remaining reque
         (TOP, Stack, ("who", "sample.threads"), [("TP1", (Thread("MainThread", None, True, True, TOP_FRAMES),))]),
         (f"{TOP.replace('99.00', '9.9.9')}exited with code -9", Exit, ("signal",), ["SIGKILL"]),
         (AT_PERCENT, Stack, ("who", "sample.main_thread.frames"), [("TP0", AT_PERCENT_FRAMES)]),
-        (PS, Stack, ("who", "sample.pid", "sample.state"), [("TP2", 2203, "T")]),
+        (PS, Stack, ("who", "sample.pid", "sample.state"), [("TP0", 2201, ""), ("TP2", 2203, "T")]),
         (
             QUERY,
             Gpu,
@@ -414,7 +414,8 @@ def test_what_counts_up_may_be_tasks_or_processes(told: Told) -> None:
     tasks = case_of(told("".join(f"{at % 3}: {line}\n" for at, line in enumerate(LOG.splitlines()))))
     assert len({one.node for one in tasks.events}) == 3
     listed = "".join(f"{at} pts/0 S 0:01 sglang::scheduler_TP{at - 100}\n" for at in range(100, 112))
-    assert {one.text[:3].isdigit() for one in case_of(told(listed)).processes[""].lines} == {True}
+    stacks = [one for one in case_of(told(listed)).events if isinstance(one, Stack)]
+    assert {one.who: one.sample.pid for one in stacks} == {f"TP{at - 100}": at for at in range(100, 112)}
 
 
 def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(told: Told) -> None:

@@ -77,9 +77,9 @@ _DATE = re.compile(
 #: Glog's prefix; PyTorch's form has no zero before the month.
 _GLOG = re.compile(r"(?:\[rank\d{1,5}\]:)?\[?[IWEF]\d{3,4}(?:\d{4})? (\d\d:\d\d:\d\d)")
 _AGREES_S = 900.0
-#: A process in a list that is stopped, traced, dead or in uninterruptible sleep; other states show nothing.
+#: A process in a list of ``ps``, ``pgrep -a`` or ``top``, with its state where the list has it.
 _LISTED = re.compile(
-    r"(?:[a-z_][\w-]{0,31} +| *)(?P<pid>\d{1,8}) .{0,160}?(?<=\s)(?P<state>[TtDZX])[LNsl+<]{0,5} .{0,200}"
+    r"(?:[a-z_][\w-]{0,31} +| *)(?P<pid>\d{1,8}) (?:.{0,160}?(?<=\s)(?P<state>[TtDZX])[LNsl+<]{0,5} )?.{0,200}"
     r"(?P<title>sglang::\S{1,80})"
 )
 _HEADING = re.compile(rf"[\W_]{{0,40}}((?:{_RANKS}[ _]?){{1,5}})[\W_]{{0,40}}$")
@@ -589,9 +589,10 @@ class _File:
             return
         if release := facts.release_of(text):
             add(Arguments, who="", release=release)
-        if "sglang::" in text and (listed := _LISTED.match(text)):
-            # A line of ps.
-            sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"])
+        listed = _LISTED.match(text) if "sglang::" in text else None
+        if listed and (listed["state"] or listed["title"][-1].isdigit()):
+            # A rank in the list shows that it is there; a title that ``top`` cut off shows only a bad state.
+            sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"] or "")
             add(Stack, who=stacks.who_of(listed["title"]), sample=sample)
             return
         if match := _PROCESS.match(text):
