@@ -48,6 +48,8 @@ _OUTLIVED_S, _IDLE_S = 3.0, 30.0
 _ANY_ZONE_S = 15 * 3600.0
 #: Seconds within which the exception of the calling process follows a library's line.
 _NEXT_S = 5.0
+#: The seconds for which a control request, such as a weight update, may be connected with a failure.
+_RECENT_S = 120.0
 #: Or the events after it, where neither has a time of its own.
 _NEXT = 5
 #: The weight of an exception whose class is cut off.
@@ -350,7 +352,10 @@ class Failures:
             follows = found is not None and found[0].follows
             is_victim = follows and (error is not chain[0] or is_cause_known)
             if found and (found[0].sure or not is_thread) and not is_victim:
-                yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
+                # An exception that only wraps another says less than that one.
+                wraps = 0 < found[0].weight < TELLING and chain[-1].frames
+                told = chain[-1] if wraps else error
+                yield self._finding(event, *found, told, frames, is_started=is_started, role=role)
                 return
             is_cause_known = is_cause_known or not follows
         error = chain[-1] if chain[-1].frames or len(chain) == 1 else chain[0]
@@ -438,6 +443,7 @@ class Failures:
             steps=_steps(row, named, error.text, arguments, error.frames),
             way=way_out(part, arguments, is_seen=bool(frames)),
             code=error.code, batch=is_started and self._case.batch_before(event), on=not name and self._on,
+            controls=is_started and ", ".join(self._case.controls_before(event, _RECENT_S)),
             imports=not name and any(one.function == "<module>" for one in frames),
             is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),

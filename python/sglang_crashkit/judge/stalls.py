@@ -155,6 +155,8 @@ def _members(case: Case) -> list[Member]:
         # The stack with which a process died shows nothing about a hang.
         for stack in () if any(one.fatal for one in seen_in.stacks) else seen_in.stacks:
             sample = stack.sample
+            if not (sample.threads or sample.native or sample.state or sample.doing or sample.problem):
+                continue  # a list of processes shows no more than that it is there
             process = (known.get((sample.host, sample.pid)) if sample.pid else None) or seen_in
             pid, who = sample.pid or process.pid, process.who or sample.title
             key = (process.side, sample.host, who, pid) if pid else (process.side, process.node, process.who)

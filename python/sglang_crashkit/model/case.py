@@ -122,6 +122,11 @@ class Case(msgspec.Struct, kw_only=True):
         near = (one.text for one in lines if one.who in ("", who) and place[0] - one.at <= secs)
         return [*islice((text for text in near if text[:60] not in besides), 3)]
 
+    def controls_before(self, event: Event, secs: float) -> list[str]:
+        """Return the control requests, such as ``/pause_generation``, that a server answered up to `secs` before."""
+        own = (one for one in self.progress if one.kind == "control" and one.file == event.file)
+        return [*dict.fromkeys(one.text for one in own if 0.0 <= event.at - one.last_at <= secs)]
+
     @property
     def loudest(self) -> list[tuple[str, int]]:
         """The two most frequent exceptions, errors or warnings, the worse kind first, each with its count."""

@@ -734,10 +734,16 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
         sides = said
     if len({(nodes[one], sides[one]) for one in serving}) < len(serving):
         nodes |= {one: nodes[one] or names[one] for one in serving}
+    # A pasted stack may have only a thread's id, and a list of processes beside it the name.
+    stacks_of = [(number, event) for number, reader in enumerate(readers) for _key, event in reader.events]
+    listed = {(number, one.sample.pid): one.who for number, one in stacks_of if isinstance(one, Stack) and one.who}
     for one, event in ((one, event) for one, own in programs.items() for event in own):
         place: dict[str, Any] = {"node": nodes[one], "side": sides[one]} if nodes[one] or sides[one] else {}
         # Later output may cut or wrap the text or put it into a link, so secrets are removed here.
         fields = place | {name: redact_text(text) for name in ("text", "said") if (text := getattr(event, name, ""))}
+        if isinstance(event, Stack) and not event.who:
+            main = next((thread.native_id for thread in event.sample.threads if thread.name == "MainThread"), None)
+            fields |= {"who": who} if (who := listed.get((one[0], event.sample.pid or main or 0))) else {}
         if isinstance(event, Raised):
             errors = (msgspec.structs.replace(error, text=redact_text(error.text)) for error in event.chain)
             fields["chain"] = tuple(errors)
