@@ -85,6 +85,7 @@ class _Row(msgspec.Struct, kw_only=True):
     blames: bool = False
     own: bool = False
     line: bool = False
+    stays: bool = False
     weight: int = 0
     steps: list[str] = []
 
@@ -152,6 +153,8 @@ class Failures:
         self._work, self._began = work, [one.place for one in (*work, *(it for it in stages if it.name == "ready"))]
         self._starts = [one.place for one in case.events if isinstance(one, Arguments) and one.values]
         self._stage = stages[-1].name if stages else ""
+        infos = (one for one in case.events if isinstance(one, Line) and one.level == "info" and one.who)
+        self._calm = {one.who: one.place for one in sorted((*infos, *stages), key=lambda one: one.place)}
         self._stages = {one.who: one.place for one in stages}  # the last stage of each process
         self._ready = {(one.who, one.file): one.place for one in stages if one.name == "ready"}
         self._is_loading = not case.is_started and any(one.name == "weights" for one in stages[-2:])
@@ -221,6 +224,12 @@ class Failures:
             if one.kind == "disk_full" or (one.is_consequence and one.kind in _known("told_by_the_left")):
                 peer = _pattern("peer").search(one.headline)
                 one.who = peer[1] if peer and peer[1] not in self._own else None
+            if (
+                one.kind in ("transfer_failed", "transfer_stuck")
+                and self._of_engines
+                and one.component == "pd_transfer"
+            ):
+                one.next = [*steps_of("engine", line=self._of_engines[0].text[:170]), *one.next]
             if one.kind == "connection_lost" and layout.nodes > 1:
                 told = {server.values.get("node_rank") for server in self._case.servers}
                 unseen = [node for node in layout.unseen_nodes if node not in told]
@@ -498,12 +507,11 @@ class Failures:
         if is_harmless and all(isinstance(one, Line) for one in self._case.events):
             yield finding_of("only_warned", (float("inf"), 1), because, text=text)
         # The process reached a later stage of its start, so this line did not end it.
-        goes_on = event.at and not is_started and self._stages.get(event.who, (0.0, 0)) > event.place
+        goes_on = event.at and not is_started and self._calm.get(event.who, (0.0, 0)) > event.place
         is_end = _pattern("end_of_process").search(event.text)
-        if is_harmless or (self._is_outlived(event) and not is_end) or goes_on:
-            return
         found = self._row_of(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
-        if found is None:
+        is_outlived = self._is_outlived(event) and not is_end and not (found and found[0].stays)
+        if is_harmless or is_outlived or goes_on or found is None:
             return
         row, named = found
         kind = row.kind_at(is_started)
@@ -530,6 +538,8 @@ class Failures:
         raised = (one.side for one in self._raises if one.error.type)
         engines = (one.side for one in self._of_engines if abs(one.at - event.at) < _NEXT_S)
         is_blamed = row.blames and any(side not in ("", event.side) for side in (*raised, *engines))
+        # What a person tried, without a time, beside the server's own log.
+        is_note = not event.at and not who and bool(self._case.logs) and event.file not in self._case.logs
         # The log of another program, beside the log of a server that logs why its own start failed.
         homes = {one.file for one in self._case.servers if one.values}
         is_aside = bool(homes) and event.file not in homes and any(one.file in homes for one in self._raises)
@@ -539,7 +549,7 @@ class Failures:
             code=code, steps=_steps(row, named, event.text, self._case.arguments),
             way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True),
             is_consequence=row.follows or is_blamed or (is_aside and not is_started),
-            weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
+            weight=min(most, 38 if is_note else 100, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
 
     def _next(self, events: Sequence[_Event], event: Event) -> _Event | None:
