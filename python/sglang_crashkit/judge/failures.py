@@ -351,9 +351,9 @@ class Failures:
         if role == "tokenizer" and is_started and self._case.watched is None and is_of_request:
             text = f"{chain[0].type}: {chain[0].text.strip()}"
             # Some types show an error of the code, and not of the request.
-            row = "request_raised" if chain[0].type in _known("of_code") else "request_failed"
+            what = "request_raised" if chain[0].type in _known("of_code") else "request_failed"
             part = component_of(frames, text, arguments=self._case.arguments)
-            yield finding_of(row, because=[_quoted(event, text)], error=text[:140], code=chain[0].code, component=part)
+            yield finding_of(what, because=[_quoted(event, text)], error=text[:140], code=chain[0].code, component=part)
             return
         is_thread = bool(event.thread) and not event.who and "Main" not in event.thread and is_started
         # The original exception tells most; if no row matches it, one that was raised because of it may match.
