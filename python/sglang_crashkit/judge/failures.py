@@ -371,9 +371,10 @@ class Failures:
             follows = found is not None and found[0].follows
             is_victim = follows and (error is not chain[0] or is_cause_known)
             if found and (found[0].sure or not is_thread) and not is_victim:
-                # An exception that only wraps another says less than that one.
-                wraps = 0 < found[0].weight < TELLING and chain[-1].frames
-                told = chain[-1] if wraps else error
+                # An exception that only wraps another, whose text it quotes, says less than that one.
+                cause = chain[-1]
+                quotes = cause.type == "AssertionError" or _first_line(cause.text) in error.text
+                told = cause if 0 < found[0].weight < TELLING and cause.frames and quotes else error
                 yield self._finding(event, *found, told, frames, is_started=is_started, role=role)
                 return
             is_cause_known = is_cause_known or not follows

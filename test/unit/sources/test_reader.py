@@ -418,6 +418,20 @@ def test_what_counts_up_may_be_tasks_or_processes(told: Told) -> None:
     assert {one.who: one.sample.pid for one in stacks} == {f"TP{at - 100}": at for at in range(100, 112)}
 
 
+def test_a_list_of_processes_names_the_stacks_of_its_pids_alone(told: Told) -> None:
+    stack = 'Thread {} (active): "MainThread"\n    recv_requests (sglang/srt/managers/scheduler.py:10)\n\n'
+    text = (
+        "system+ 4801 99.9 3.1 9999 888 ? Rl 09:58 12:34 sglang::scheduler_TP0\n"
+        "4802 sglang::scheduler_TP1\n"
+        "    0 4803 C 99 40 - - sglang::scheduler_TP2\n"
+        "process 4804 sglang::scheduler_TP3 exited with exit code 1\n"
+    )
+    case = case_of(told(text + stack.format(4802) + "and another one:\n" + stack.format(4999)))
+    stacks = [one for one in case.events if isinstance(one, Stack)]
+    assert {one.who: one.sample.pid for one in stacks if one.sample.title} == {"TP0": 4801, "TP1": 4802}
+    assert [one.who for one in stacks if one.sample.threads] == ["TP1", ""]
+
+
 def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(told: Told) -> None:
     lines = ["NCCL WARN before the first line of the log failed", *LOG.splitlines()]
     case = case_of(told("".join(f"2031-01-01T00:00:00.000000000Z {line}\n" for line in lines)))

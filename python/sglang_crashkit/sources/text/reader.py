@@ -79,7 +79,7 @@ _GLOG = re.compile(r"(?:\[rank\d{1,5}\]:)?\[?[IWEF]\d{3,4}(?:\d{4})? (\d\d:\d\d:
 _AGREES_S = 900.0
 #: A process in a list of ``ps``, ``pgrep -a`` or ``top``, with its state where the list has it.
 _LISTED = re.compile(
-    r"(?:[a-z_][\w-]{0,31} +| *)(?P<pid>\d{1,8}) (?:.{0,160}?(?<=\s)(?P<state>[TtDZX])[LNsl+<]{0,5} )?.{0,200}"
+    r"(?:[a-z_][\w+-]{0,31} +| *)(?P<pid>[1-9]\d{0,7}) (?:.{0,160}?(?<=\s)(?P<state>[TtDZX])[LNsl+<]{0,5} )?.{0,200}"
     r"(?P<title>sglang::\S{1,80})"
 )
 _HEADING = re.compile(rf"[\W_]{{0,40}}((?:{_RANKS}[ _]?){{1,5}})[\W_]{{0,40}}$")
@@ -590,8 +590,8 @@ class _File:
         if release := facts.release_of(text):
             add(Arguments, who="", release=release)
         listed = _LISTED.match(text) if "sglang::" in text else None
-        if listed and (listed["state"] or listed["title"][-1].isdigit()):
-            # A rank in the list shows that it is there; a title that ``top`` cut off shows only a bad state.
+        if listed and (listed["state"] or (listed["title"][-1].isdigit() and not text[listed.end() :].strip())):
+            # A rank at the end of a line is in a list, so it is there; a title that is cut off shows only a bad state.
             sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"] or "")
             add(Stack, who=stacks.who_of(listed["title"]), sample=sample)
             return
@@ -736,7 +736,8 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
         nodes |= {one: nodes[one] or names[one] for one in serving}
     # A pasted stack may have only a thread's id, and a list of processes beside it the name.
     stacks_of = [(number, event) for number, reader in enumerate(readers) for _key, event in reader.events]
-    listed = {(number, one.sample.pid): one.who for number, one in stacks_of if isinstance(one, Stack) and one.who}
+    named = ((number, one.sample.pid, one.who) for number, one in stacks_of if isinstance(one, Stack))
+    listed = {(number, pid): who for number, pid, who in named if pid and who}
     for one, event in ((one, event) for one, own in programs.items() for event in own):
         place: dict[str, Any] = {"node": nodes[one], "side": sides[one]} if nodes[one] or sides[one] else {}
         # Later output may cut or wrap the text or put it into a link, so secrets are removed here.
