@@ -47,12 +47,10 @@ _NEAR = 5
 _OUTLIVED_S, _LASTING_S, _IDLE_S = 3.0, 120.0, 30.0
 #: The kernel's log may be in another time zone; times that differ by more seconds than this differ in any zone.
 _ANY_ZONE_S = 15 * 3600.0
-#: Seconds within which the exception of the calling process follows a library's line.
-_NEXT_S = 5.0
-#: The seconds for which a control request, such as a weight update, may be connected with a failure.
+#: Seconds, or lines, within which the exception of the calling process follows a library's line.
+_NEXT_S, _NEXT = 5.0, 5
+#: The seconds for which a control request, such as a weight update, or a line beside it may belong to a failure.
 _RECENT_S = 120.0
-#: Or the events after it, where neither has a time of its own.
-_NEXT = 5
 #: The weight of an exception whose class is cut off.
 _CUT_OFF = 36
 #: A retry that is logged this often is not a temporary error.
@@ -556,17 +554,15 @@ class Failures:
         raised = (one.side for one in self._raises if one.error.type)
         engines = (one.side for one in self._of_engines if abs(one.at - event.at) < _NEXT_S)
         is_blamed = row.blames and any(side not in ("", event.side) for side in (*raised, *engines))
-        # What a person tried, without a time, beside the server's own log.
+        # What a person tried, without a time, beside the server's own log; a library's line is of the server.
         is_note = not event.at and not who and bool(self._case.logs) and event.file not in self._case.logs
-        # The log of another program, beside the log of a server that logs why its own start failed.
-        homes = {one.file for one in self._case.servers if one.values}
-        is_aside = bool(homes) and event.file not in homes and any(one.file in homes for one in self._raises)
+        is_note = is_note and not _pattern("library_line").search(event.text)
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part,
             restart=row.restart_at(is_started or not (self._began or self._starts)), side=event.side, text=text,
             code=code, steps=_steps(row, named, event.text, self._case.arguments),
             way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True),
-            is_consequence=row.follows or is_blamed or (is_aside and not is_started),
+            is_consequence=row.follows or is_blamed,
             weight=min(most, 38 if is_note else 100, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
 
@@ -574,8 +570,12 @@ class Failures:
         """Return the first of `events`, sorted by place, after `event` if it follows at once; else None."""
         place = bisect.bisect_left(events, event.place, key=lambda one: one.place)
         later = (it for it in itertools.islice(events, place, None) if it.file == event.file)
-        near = next(later, None)
-        return near if near and (near.at - event.at <= _NEXT_S or near.order <= event.order + _NEXT) else None
+        near = next((it for it in later if it.order > event.order), None)
+        if near is None or near.at - event.at <= _NEXT_S or near.order == event.order + 1:
+            return near
+        # A line without a time has the time of the line before it.
+        is_beside = near.order <= event.order + _NEXT and (not event.at or near.at - event.at <= _RECENT_S)
+        return near if is_beside else None
 
     # -- the kernel, ends, containers
 
