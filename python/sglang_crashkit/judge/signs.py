@@ -345,9 +345,13 @@ def _lost_peer(signs: Signs, case: Case) -> Finding | None:
         return None
     address = next((one.groups[1] for one in found if one.name == "lost_prefill"), "")
     place = found[0].event.place
-    again = [one.at for one in case.servers if one.values and one.side == "prefill" and one.place > place]
-    work = (one.last_at for one in case.progress if one.side == "decode" and one.kind == "decode")
-    is_forsaken = bool(again) and max(work, default=0.0) < again[-1]
+    again = max(
+        (one.at for one in case.servers if one.values and one.side == "prefill" and one.place > place), default=0.0
+    )
+    served = {one.side: one.last_at for one in sorted(case.progress, key=_last_at) if one.kind == one.side}
+    if again and all(served.get(side, 0.0) >= again + _STANDS_S for side in OTHER_SIDE):
+        return None  # both sides serve again
+    is_forsaken = bool(again) and served.get("decode", 0.0) < again
     return finding_of(
         "lost_prefill", place, _quote(*_once(found)[:3]), address=address, by=found[0].who, is_forsaken=is_forsaken,
         restart="yes" if is_forsaken else None,
