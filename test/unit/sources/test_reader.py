@@ -439,6 +439,19 @@ def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(told: Told) -
     assert [one.at for one in case.events if isinstance(one, Line) and "NCCL" in one.text] == [0.0]
 
 
+def test_each_program_behind_a_carrier_has_its_own_time_zone(told: Told) -> None:
+    text = (
+        "prefill-1  | 2026-10-05T10:00:03.5Z [2026-10-05 18:00:03 TP0] Load weight begin.\n"
+        "decode-1  | 2026-10-05T10:00:04.5Z [2026-10-05 10:00:04 TP0] Load weight begin.\n"
+        "prefill-1  | 2026-10-05T10:00:05.5Z [2026-10-05 18:00:05 TP0] Load weight end.\n"
+        "decode-1  | 2026-10-05T10:00:30.5Z NCCL WARN Call to connect failed\n"
+        "prefill-1  | 2026-10-05T10:00:31.5Z NCCL WARN Call to connect failed\n"
+    )
+    lines = [one for one in case_of(told(text)).events if isinstance(one, Line) and "NCCL" in one.text]
+    hours = {one.side: one.at % 86400 // 3600 for one in lines}
+    assert hours == {"decode": 10, "prefill": 18}
+
+
 def test_a_time_in_front_of_all_does_not_hide_the_carrier_behind_it(told: Told) -> None:
     case = case_of(told("".join(f"2026-10-05T08:00:09Z decode-1  | {line}\n" for line in LOG.splitlines())))
     assert {one.side for one in case.processes.values() if one.who} == {"decode"}

@@ -215,6 +215,7 @@ class _Stream:
 
     at: float = 0.0
     has_own_time: bool = False
+    ahead: float | None = None  # SGLang's clock minus the carrier's, in seconds, by the last line that has both times
     who: str = ""  # of the last line that named a process
     names: set[str] = field(default_factory=set)  # the first two of these names
     thread: str = ""
@@ -253,7 +254,7 @@ class _File:
     order: int
     is_pipe: bool
     has_own_clock: bool = False  # its lines have SGLang's own time, which may differ from the carrier's
-    ahead: float | None = None  # SGLang's clock minus the carrier's, in seconds, by the last line that has both times
+    ahead: float | None = None  # that of any stream, for streams without a line that has both times
     events: list[tuple[str, Event]] = field(default_factory=list)  # each with the key of its stream
     streams: dict[str, _Stream] = field(default_factory=lambda: defaultdict(_Stream))
     batches: dict[tuple[str, str, str, int], _Batches] = field(default_factory=dict)
@@ -451,13 +452,14 @@ class _File:
         if 'File \\"' in text:
             text = text.replace('\\"', '"')  # escaped in a JSON string
         own = _OWN.match(text) or _LOGGED.match(text) or _OWN_RANKS.match(text)
+        ahead = self.ahead if stream.ahead is None else stream.ahead
         if own:
             self._close(stream, key)
             stream.more = []
             if at := own["at"]:
                 self.date = at if len(at) == len(_NO_DATE) else self.date
                 stream.at, stream.has_own_time = seconds(self.date[: -len(at)] + at), True
-                self.ahead = stream.at - carried.at if carried.at else None
+                self.ahead = stream.ahead = stream.at - carried.at if carried.at else None
                 self.time = stream.at
             stream.who = _name(own["who"] or "")
             if stream.who and len(stream.names) < 2:
@@ -475,9 +477,9 @@ class _File:
         elif (date := _DATE.search(text[:200])) and (at := kernel_time(f"{date[1]} {date[2]}")):
             # The output of `date`: a person looked at the server then.
             stream.at = at
-        elif carried.at and self.ahead is not None and carried.at + self.ahead > stream.at + 1.0:
+        elif carried.at and ahead is not None and carried.at + ahead > stream.at + 1.0:
             # SGLang's clock has whole seconds, and may be in another time zone than the carrier's.
-            stream.at = float(int(carried.at + self.ahead))
+            stream.at = float(int(carried.at + ahead))
         elif carried.at and not stream.has_own_time and not self.has_own_clock:
             stream.at = carried.at
         if stream.traceback is not None and stream.traceback.take(text):
