@@ -340,7 +340,8 @@ class Failures:
         # A user's script: its outermost frame is a module, and no frame is SGLang's, Ray's or an installed package's.
         called, types = event.chain[0].frames, " ".join(error.type for error in chain)
         is_alone = len(frames) == 1 and re.match("/(?!.*python3)", frames[0].file) and "Ray" not in types
-        is_script = is_alone or any(frame.function == "<module>" for frame in called[-1:])
+        outer = [frame for frame in called if "runpy" not in frame.file]
+        is_script = is_alone or any(frame.function == "<module>" for frame in outer[-1:])
         is_script = is_script and not any(re.search("-packages/|sglang|ray/", frame.file) for frame in called)
         arrived = f"{chain[0].type}: {chain[0].text[:_MAX_QUOTE]}"
         is_client = (is_script and not own) or (not frames and bool(_pattern("client_error").match(arrived)))
@@ -424,9 +425,7 @@ class Failures:
             part = "distributed_init"
         who = named.get("who") or row.who_is or event.who
         in_launch = "launch_server|cli/serve|entrypoints/(?:engine|http_server)"
-        is_launch = not is_started and any(
-            re.search(in_launch, one.file) or "run_module" in one.function for one in frames
-        )
+        is_launch = not is_started and any(re.search(in_launch, one.file) for one in frames)
         if not who and not is_started and role == "tokenizer":
             # Before the server is ready, the tokenizer's functions run in the main process.
             who = "main process" if is_launch else ""
@@ -747,8 +746,10 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
 def _only(case: Case, event: Event) -> str:
     """Return the only scheduler's name; empty if there may be several, or if the event is from a node without it."""
     schedulers = {one.who for one in case.schedulers}
+    if len(schedulers) != 1:
+        return ""
     # A node may have one rank of a larger group.
-    if len(schedulers) != 1 or case.arguments.get("tp_size", 1) not in (1, None, case.arguments.get("nnodes")):
+    if (layout := topology_of(case)).is_known and layout.ranks != layout.nodes:
         return ""
     who = schedulers.pop()
     is_here = not event.node or any(one.who == who and one.node == event.node for one in case.events)
