@@ -424,8 +424,10 @@ class Failures:
         if kind == "connection_lost" and any("torch/distributed/" in frame.file for frame in error.frames[:1]):
             part = "distributed_init"
         who = named.get("who") or row.who_is or event.who
-        in_launch = "launch_server|cli/serve|entrypoints/(?:engine|http_server)"
-        is_launch = not is_started and any(re.search(in_launch, one.file) for one in frames)
+        # Python imports the package before the module that `python -m` names.
+        in_launch = r"launch_server|cli/serve|entrypoints/(?:engine|http_server)"
+        is_launch = any(re.search(in_launch, it.file) or it.function == "_get_module_details" for it in frames)
+        is_launch = is_launch and not is_started
         if not who and not is_started and role == "tokenizer":
             # Before the server is ready, the tokenizer's functions run in the main process.
             who = "main process" if is_launch else ""

@@ -738,8 +738,8 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
         nodes |= {one: nodes[one] or names[one] for one in serving}
     # A pasted stack may have only a thread's id, and a list of processes beside it the name.
     stacks_of = [(number, event) for number, reader in enumerate(readers) for _key, event in reader.events]
-    named = ((number, one.sample.pid, one.who) for number, one in stacks_of if isinstance(one, Stack))
-    listed = {(number, pid): who for number, pid, who in named if pid and who}
+    in_lists = ((number, one.sample.pid, one.who) for number, one in stacks_of if isinstance(one, Stack))
+    listed = {(number, pid): who for number, pid, who in in_lists if pid and who}
     for one, event in ((one, event) for one, own in programs.items() for event in own):
         place: dict[str, Any] = {"node": nodes[one], "side": sides[one]} if nodes[one] or sides[one] else {}
         # Later output may cut or wrap the text or put it into a link, so secrets are removed here.
