@@ -705,8 +705,9 @@ class Failures:
             others = (stack for stack in stacks if not is_there or "sglang/" in stack[0].file)
             parts = [component_of(stack, arguments=self._case.arguments) for stack in others]
             part = next(filter(is_telling, parts), part or next(filter(None, parts), None))
-        known = self._closed() or self._named(sample.pid) or self._fell_silent(event)
-        who = known or event.who or _only(self._case, event) or role or ("scheduler" if self._is_loading else "")
+        known = self._closed() or self._named(sample.pid)
+        who = known or event.who or self._fell_silent(event) or _only(self._case, event)
+        who = who or role or ("scheduler" if self._is_loading else "")
         is_told = known or sample.title or self._case.watched is not None or self._case.arguments.get("tp_size") == 1
         because = [_quoted(event, f"Fatal Python error: {event.fatal}"), *map(str, frames[:4])]
         values: dict[str, Any] = {"who": who, "part": part, "place": next(iter(frames if is_there else ()), None),
