@@ -94,7 +94,7 @@ def _headline(case: Case) -> str:
     if case.dumped:
         return f"the server ended with {case.dumped[0].unfinished} requests in flight; why is not in this evidence"
     seen = len([one for one in case.processes.values() if one.who])
-    return f"{len(case.events)} facts of {seen} processes; none tells a failure"
+    return f"{len(case.events)} events of {seen} processes; no event shows a failure"
 
 
 def search_query(case: Case, chosen: Finding) -> str:
