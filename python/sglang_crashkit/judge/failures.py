@@ -543,9 +543,13 @@ class Failures:
         is_blamed = row.blames and any(side not in ("", event.side) for side in (*raised, *engines))
         # What a person tried, without a time, beside the server's own log.
         is_note = not event.at and not who and bool(self._case.logs) and event.file not in self._case.logs
+        # Another program's trouble is no failed start of a server that serves.
+        is_note_of_started = is_started and bool(self._case.logs) and event.file not in self._case.logs
         # The log of another program, beside the log of a server that logs why its own start failed.
         homes = {one.file for one in self._case.servers if one.values}
         is_aside = bool(homes) and event.file not in homes and any(one.file in homes for one in self._raises)
+        if kind.startswith("startup_") and is_note_of_started:
+            return
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part,
             restart=row.restart_at(is_started or not (self._began or self._starts)), side=event.side, text=text,
@@ -577,6 +581,9 @@ class Failures:
         if not is_ours or (row.get("well") and is_well and (not is_known or event.kind == "hung_task")):
             return
         pids = {one.pid for one in self._case.kernel if one.kind == event.kind and one.pid}
+        killed = [one.who for one in self._exits if one.signal == "SIGKILL"]
+        if event.kind == "oom_count" and not killed:
+            return  # a count since the container's start
         if event.kind == "oom_kill" and not event.pid and pids:
             # A later line of the same kill names the process.
             return
@@ -587,6 +594,7 @@ class Failures:
         pid = event.pid or (pids.pop() if by_pid and len(pids) == 1 else 0)
         gpu, library = str(facts.get("gpu", "")), str(facts.get("library") or "")
         who = event.who or self._named(pid) or self._rank_of(gpu) or (f"pid {pid}" if by_pid and pid else None)
+        who = killed[0] if event.kind == "oom_count" else who
         if event.kind == "segfault" and not who:
             # The kernel logs the thread's id, other sources the process's; a stack tells more than this line.
             died = {one.who for one in self._exits if one.signal == "SIGSEGV"}

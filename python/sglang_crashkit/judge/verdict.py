@@ -65,6 +65,10 @@ def judge(case: Case) -> Verdict:
     led = next((one for one in earlier if one.kind != chosen.kind and one.weight > TELLING and one.because), None)
     if led is not None and not led.is_calm and not chosen.is_calm:
         steps += steps_of("led", line=led.because[0])
+    logs = {one.file for one in case.progress}
+    errors = (one for one in case.events if isinstance(one, Line) and one.level == "error" and one.file not in logs)
+    if chosen.kind == "no_incident" and logs and (beside := next(errors, None)) is not None:
+        steps += steps_of("beside", line=beside.text[:170])
     for text, count in case.loudest if chosen.kind in _SILENT else ():
         worst = "unexplained" if chosen.kind == "unknown" else "loudest"
         steps += steps_of(worst, text=text[:170], count=count if count > 1 else None)
