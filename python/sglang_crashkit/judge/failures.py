@@ -17,7 +17,7 @@ import msgspec
 
 from sglang_crashkit.judge.activity import is_own
 from sglang_crashkit.judge.components import component_of, is_switched_on, is_telling, way_out
-from sglang_crashkit.judge.finding import TELLING, Finding, fill_steps, finding_of, steps_of
+from sglang_crashkit.judge.finding import TELLING, Finding, Place, fill_steps, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.judge.topology import name_nodes, topology_of
 from sglang_crashkit.model.case import Case
@@ -42,16 +42,15 @@ from sglang_crashkit.model.sample import Frame
 _MAX_TEXT, _MAX_QUOTE, _MAX_HEADLINE = 3000, 220, 1000
 #: An exception counts as SGLang's if one of this many innermost frames is; frames further out are only callers.
 _NEAR = 5
-#: Seconds of work after a failure that show that the server survived it; seconds without work that show it idle.
-_OUTLIVED_S, _IDLE_S = 3.0, 30.0
+#: Seconds of work after a failure that show that the server survived it; after the end of a process, whose other
+#: ranks may go on, or a failure that comes and goes; and seconds without work that show it idle.
+_OUTLIVED_S, _LASTING_S, _IDLE_S = 3.0, 120.0, 30.0
 #: The kernel's log may be in another time zone; times that differ by more seconds than this differ in any zone.
 _ANY_ZONE_S = 15 * 3600.0
-#: Seconds within which the exception of the calling process follows a library's line.
-_NEXT_S = 5.0
-#: The seconds for which a control request, such as a weight update, may be connected with a failure.
+#: Seconds, or lines, within which the exception of the calling process follows a library's line.
+_NEXT_S, _NEXT = 5.0, 5
+#: The seconds for which a control request, such as a weight update, or a line beside it may belong to a failure.
 _RECENT_S = 120.0
-#: Or the events after it, where neither has a time of its own.
-_NEXT = 5
 #: The weight of an exception whose class is cut off.
 _CUT_OFF = 36
 #: A retry that is logged this often is not a temporary error.
@@ -151,18 +150,22 @@ class Failures:
         self._passed = [one for one in case.events if isinstance(one, Progress) and one.kind == "passed"]
         stages = [one for one in case.events if isinstance(one, Stage)]
         self._work, self._began = work, [one.place for one in (*work, *(it for it in stages if it.name == "ready"))]
-        self._starts = [one.place for one in case.events if isinstance(one, Arguments) and one.values]
+        self._starts = [one for one in case.events if isinstance(one, Arguments) and one.values]
         self._stage = stages[-1].name if stages else ""
-        infos = (one for one in case.events if isinstance(one, Line) and one.level == "info" and one.who)
-        self._calm = {one.who: one.place for one in sorted((*infos, *stages), key=lambda one: one.place)}
-        self._stages = {one.who: one.place for one in stages}  # the last stage of each process
         self._ready = {(one.who, one.file): one.place for one in stages if one.name == "ready"}
         self._is_loading = not case.is_started and any(one.name == "weights" for one in stages[-2:])
-        # Addresses that are no other node's.
-        self._own = {"127.0.0.1", "::1", str(case.arguments.get("dist_init_addr") or "").rpartition(":")[0]}
+        # Addresses of this node; `dist_init_addr` is the one of node 0.
+        own = case.arguments.get("host"), not case.arguments.get("node_rank") and case.arguments.get("dist_init_addr")
+        self._own = {"127.0.0.1", "::1", *(re.sub(r":\d+$", "", str(one)).strip("[]") for one in own)}
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
         lines = [one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical")]
+        bad = {one.file: one.place for one in sorted((*lines, *self._raises), key=lambda one: one.place)}
+        infos = (one for one in case.events if isinstance(one, Line) and one.level == "info" and one.who)
+        # What each process did last: its stages, and its lines after the last error of its log.
+        self._calm: dict[tuple[str, str], list[Place]] = {}
+        for one in (*stages, *(it for it in infos if it.place > bad.get(it.file, (0.0, 0)))):
+            self._calm.setdefault((one.who, one.file), []).append(one.place)
         self._of_engines = [one for one in lines if component_of(words=one.text) in ("mooncake", "nixl")]
         self._whole = {(one.error.type, one.error.frames[:1]) for one in self._raises if not one.is_cut}
         inner = {frame.function for one in self._raises for error in one.chain for frame in error.frames}
@@ -222,7 +225,9 @@ class Failures:
             if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who:
                 one.level = "supported"
             if one.kind == "disk_full" or (one.is_consequence and one.kind in _known("told_by_the_left")):
-                peer = _pattern("peer").search(one.headline)
+                # All ranks of one node have its address.
+                is_alone = bool(self._starts) and layout.nodes == 1 and not layout.side
+                peer = None if is_alone else _pattern("peer").search(one.headline)
                 one.who = peer[1] if peer and peer[1] not in self._own else None
             if (
                 one.kind in ("transfer_failed", "transfer_stuck")
@@ -364,9 +369,10 @@ class Failures:
             follows = found is not None and found[0].follows
             is_victim = follows and (error is not chain[0] or is_cause_known)
             if found and (found[0].sure or not is_thread) and not is_victim:
-                # An exception that only wraps another says less than that one.
-                wraps = 0 < found[0].weight < TELLING and chain[-1].frames
-                told = chain[-1] if wraps else error
+                # An exception that only wraps another, whose text it quotes, says less than that one.
+                cause = chain[-1]
+                quotes = cause.type == "AssertionError" or _first_line(cause.text) in error.text
+                told = cause if 0 < found[0].weight < TELLING and cause.frames and quotes else error
                 yield self._finding(event, *found, told, frames, is_started=is_started, role=role)
                 return
             is_cause_known = is_cause_known or not follows
@@ -461,21 +467,27 @@ class Failures:
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
         )  # fmt: skip
 
-    def _is_outlived(self, event: Event) -> bool:
-        """Return whether the server kept working after an event, as it does after a request that it refused."""
+    def _next_start(self, event: Event) -> Place:
+        """Return the place of the next start of the event's server, or of any beside its log; infinity without one."""
+        own = [one for one in self._starts if one.file == event.file] or self._starts
+        return min((one.place for one in own if one.place > event.place), default=(float("inf"), 0))
+
+    def _is_outlived(self, event: Event, secs: float = _OUTLIVED_S) -> bool:
+        """Return whether the server kept working for `secs` after an event, as after a request that it refused."""
         if isinstance(event, Raised):
             is_of_sglang = any("sglang/srt/" in one.file for one in event.error.frames)
             if event.who == "detokenizer" or (event.thread and (is_of_sglang or not event.error.type)):
                 return False  # no other process or thread takes over its work
         if event.at and self._ready.get((event.who, event.file), (0.0, 0)) > event.place:
             return True
-        end = min((one for one in self._starts if one > event.place), default=(float("inf"), 0))
+        end = self._next_start(event)
         for one in (*self._work, *(one for one in self._passed if one.file == event.file)):
             is_other = one.who and event.who and one.who != event.who and one.kind != "answer"
             if is_other or one.side != event.side or one.node != event.node or (one.last_at, one.last_order) > end:
                 continue
             later = one.last_at - max(event.at, getattr(event, "last_at", 0.0)) if one.last_at and event.at else 0.0
-            if one.last_order > event.order and (later >= _OUTLIVED_S or (not later and not one.last_at)):
+            is_timed = later or one.last_at or secs > _OUTLIVED_S
+            if one.last_order > event.order and (later >= secs or not is_timed):
                 return True
         return False
 
@@ -483,13 +495,13 @@ class Failures:
         if self._case.watched is not None:
             return not self._case.watched.is_starting
         place = event.place
-        last_start = max((one for one in self._starts if one <= place), default=(0.0, 0))
+        last_start = max((one.place for one in self._starts if one.place <= place), default=(0.0, 0))
         if any(last_start <= one <= place for one in self._began):
             return True
         names = " ".join(frame.function for frame in frames)
         if _pattern("loop").search(names):
             return True
-        if last_start != (0.0, 0) or _pattern("start").search(names) or not (frames or self._began or not self._stages):
+        if last_start != (0.0, 0) or _pattern("start").search(names) or not (frames or self._began or not self._stage):
             return False
         if not frames and not self._case.is_started:
             # A line is from the same phase as the exceptions of the case.
@@ -509,12 +521,13 @@ class Failures:
             yield finding_of("leak_warned", (0.0, -1), because, text=text)
         if is_harmless and all(isinstance(one, Line) for one in self._case.events):
             yield finding_of("only_warned", (float("inf"), 1), because, text=text)
-        # The process reached a later stage of its start, so this line did not end it.
-        goes_on = event.at and not is_started and self._calm.get(event.who, (0.0, 0)) > event.place
+        # The process went on with its start, so this line did not end it.
+        calm, end = self._calm.get((event.who, event.file), ()), self._next_start(event)
+        goes_on = event.at and not is_started and any(event.place < one < end for one in calm)
         is_end = _pattern("end_of_process").search(event.text)
         found = self._row_of(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
-        is_outlived = self._is_outlived(event) and not is_end and not (found and found[0].stays)
-        if is_harmless or is_outlived or goes_on or found is None:
+        secs = _LASTING_S if is_end or (found and found[0].stays) else _OUTLIVED_S
+        if is_harmless or self._is_outlived(event, secs) or goes_on or found is None:
             return
         row, named = found
         kind = row.kind_at(is_started)
@@ -541,21 +554,17 @@ class Failures:
         raised = (one.side for one in self._raises if one.error.type)
         engines = (one.side for one in self._of_engines if abs(one.at - event.at) < _NEXT_S)
         is_blamed = row.blames and any(side not in ("", event.side) for side in (*raised, *engines))
-        # What a person tried, without a time, beside the server's own log.
+        # What a person tried, without a time, beside the server's own log; a library's line is of the server.
         is_note = not event.at and not who and bool(self._case.logs) and event.file not in self._case.logs
-        # Another program's trouble is no failed start of a server that serves.
-        is_note_of_started = is_started and bool(self._case.logs) and event.file not in self._case.logs
-        # The log of another program, beside the log of a server that logs why its own start failed.
-        homes = {one.file for one in self._case.servers if one.values}
-        is_aside = bool(homes) and event.file not in homes and any(one.file in homes for one in self._raises)
-        if kind.startswith("startup_") and is_note_of_started:
-            return
+        is_note = is_note and not _pattern("library_line").search(event.text)
+        if kind.startswith("startup_") and is_started and self._case.logs and event.file not in self._case.logs:
+            return  # another program's trouble is no failed start of a server that serves
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part,
             restart=row.restart_at(is_started or not (self._began or self._starts)), side=event.side, text=text,
             code=code, steps=_steps(row, named, event.text, self._case.arguments),
             way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True),
-            is_consequence=row.follows or is_blamed or (is_aside and not is_started),
+            is_consequence=row.follows or is_blamed,
             weight=min(most, 38 if is_note else 100, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
 
@@ -563,8 +572,12 @@ class Failures:
         """Return the first of `events`, sorted by place, after `event` if it follows at once; else None."""
         place = bisect.bisect_left(events, event.place, key=lambda one: one.place)
         later = (it for it in itertools.islice(events, place, None) if it.file == event.file)
-        near = next(later, None)
-        return near if near and (near.at - event.at <= _NEXT_S or near.order <= event.order + _NEXT) else None
+        near = next((it for it in later if it.order > event.order), None)
+        if near is None or near.at - event.at <= _NEXT_S or near.order == event.order + 1:
+            return near
+        # A line without a time has the time of the line before it.
+        is_beside = near.order <= event.order + _NEXT and (not event.at or near.at - event.at <= _RECENT_S)
+        return near if is_beside else None
 
     # -- the kernel, ends, containers
 
@@ -648,10 +661,12 @@ class Failures:
         )  # fmt: skip
 
     def _fell_silent(self, event: Event) -> str:
-        """Return the one scheduler that ran no batch after an event while several others did; empty without one."""
-        last = {one.who: max(one.last_order, 0) for one in self._work if one.who and one.file == event.file}
-        silent = [who for who, order in last.items() if order < event.order]
-        return silent[0] if len(silent) == 1 and len(last) > 2 else ""
+        """Return the one scheduler that ran batches until an event while several others went on; empty without one."""
+        own = sorted((one for one in self._work if one.who and one.file == event.file), key=lambda one: one.last_order)
+        last = {one.who: one for one in own}
+        silent = [one for one in last.values() if one.last_order < event.order]
+        is_known = len(silent) == 1 and len(last) > 2 and event.at - silent[0].last_at < _IDLE_S
+        return silent[0].who if is_known else ""
 
     def _closed(self) -> str:
         """Return the rank that closed its connection, by NCCL's messages of other ranks; empty if not exactly one."""

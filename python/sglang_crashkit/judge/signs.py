@@ -14,7 +14,7 @@ from sglang_crashkit.judge.components import component_of, is_switched_on, is_te
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import Arguments, Collective, Event, Exit, Line, Raised, Stack, Stage
+from sglang_crashkit.model.event import Arguments, Collective, Event, Exit, Kernel, Line, Raised, Stack, Stage
 
 _MAX_TEXT = 4000
 #: Activity within this many seconds of the end of the evidence counts as lasting to the end.
@@ -345,9 +345,13 @@ def _lost_peer(signs: Signs, case: Case) -> Finding | None:
         return None
     address = next((one.groups[1] for one in found if one.name == "lost_prefill"), "")
     place = found[0].event.place
-    again = [one.at for one in case.servers if one.values and one.side == "prefill" and one.place > place]
-    work = (one.last_at for one in case.progress if one.side == "decode" and one.kind == "decode")
-    is_forsaken = bool(again) and max(work, default=0.0) < again[-1]
+    again = max(
+        (one.at for one in case.servers if one.values and one.side == "prefill" and one.place > place), default=0.0
+    )
+    served = {one.side: one.last_at for one in sorted(case.progress, key=_last_at) if one.kind == one.side}
+    if again and all(served.get(side, 0.0) >= again + _STANDS_S for side in OTHER_SIDE):
+        return None  # both sides serve again
+    is_forsaken = bool(again) and served.get("decode", 0.0) < again
     return finding_of(
         "lost_prefill", place, _quote(*_once(found)[:3]), address=address, by=found[0].who, is_forsaken=is_forsaken,
         restart="yes" if is_forsaken else None,
@@ -443,9 +447,10 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     probe = _probe(case)
     if probe and any("will be restarted" in note for one in case.containers for note in one.notes):
         return finding_of("probe_at_start", (last, 0), [probe[:200]], component=part, told=told)
-    # A start that raised stands no longer; other evidence may be from hours later.
+    # A start that raised stands no longer; other evidence may be from hours later, as by the kernel's clock.
     raised = (max(one.at, last) for one in case.events if isinstance(one, Raised) and one.place > (last, 0))
-    stands = min([case.last_at, *raised]) - last if last else 0.0
+    end = max((_last_at(one) for one in case.events if not isinstance(one, Kernel)), default=last)
+    stands = min([end, *raised]) - last if last else 0.0
     stands = stands if stands < _DAY_S else 0.0  # longer: two different clocks
     if probe and (over := _pattern("over").search(probe)):
         # Kubernetes counts failed probes beyond the last line of the log.

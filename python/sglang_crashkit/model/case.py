@@ -125,7 +125,8 @@ class Case(msgspec.Struct, kw_only=True):
     def controls_before(self, event: Event, secs: float) -> list[str]:
         """Return the control requests, such as ``/pause_generation``, that a server answered up to `secs` before."""
         own = (one for one in self.progress if one.kind == "control" and one.file == event.file)
-        return [*dict.fromkeys(one.text for one in own if 0.0 <= event.at - one.last_at <= secs)]
+        before = (one for one in own if (one.last_at, one.last_order) < event.place)
+        return [*dict.fromkeys(one.text for one in before if event.at - one.last_at <= secs)]
 
     @property
     def loudest(self) -> list[tuple[str, int]]:

@@ -418,11 +418,38 @@ def test_what_counts_up_may_be_tasks_or_processes(told: Told) -> None:
     assert {one.who: one.sample.pid for one in stacks} == {f"TP{at - 100}": at for at in range(100, 112)}
 
 
+def test_a_list_of_processes_names_the_stacks_of_its_pids_alone(told: Told) -> None:
+    stack = 'Thread {} (active): "MainThread"\n    recv_requests (sglang/srt/managers/scheduler.py:10)\n\n'
+    text = (
+        "system+ 4801 99.9 3.1 9999 888 ? Rl 09:58 12:34 sglang::scheduler_TP0\n"
+        "4802 sglang::scheduler_TP1\n"
+        "    0 4803 C 99 40 - - sglang::scheduler_TP2\n"
+        "process 4804 sglang::scheduler_TP3 exited with exit code 1\n"
+    )
+    case = case_of(told(text + stack.format(4802) + "and another one:\n" + stack.format(4999)))
+    stacks = [one for one in case.events if isinstance(one, Stack)]
+    assert {one.who: one.sample.pid for one in stacks if one.sample.title} == {"TP0": 4801, "TP1": 4802}
+    assert [one.who for one in stacks if one.sample.threads] == ["TP1", ""]
+
+
 def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(told: Told) -> None:
     lines = ["NCCL WARN before the first line of the log failed", *LOG.splitlines()]
     case = case_of(told("".join(f"2031-01-01T00:00:00.000000000Z {line}\n" for line in lines)))
     assert case.last_at < 1_900_000_000
     assert [one.at for one in case.events if isinstance(one, Line) and "NCCL" in one.text] == [0.0]
+
+
+def test_each_program_behind_a_carrier_has_its_own_time_zone(told: Told) -> None:
+    text = (
+        "prefill-1  | 2026-10-05T10:00:03.5Z [2026-10-05 18:00:03 TP0] Load weight begin.\n"
+        "decode-1  | 2026-10-05T10:00:04.5Z [2026-10-05 10:00:04 TP0] Load weight begin.\n"
+        "prefill-1  | 2026-10-05T10:00:05.5Z [2026-10-05 18:00:05 TP0] Load weight end.\n"
+        "decode-1  | 2026-10-05T10:00:30.5Z NCCL WARN Call to connect failed\n"
+        "prefill-1  | 2026-10-05T10:00:31.5Z NCCL WARN Call to connect failed\n"
+    )
+    lines = [one for one in case_of(told(text)).events if isinstance(one, Line) and "NCCL" in one.text]
+    hours = {one.side: one.at % 86400 // 3600 for one in lines}
+    assert hours == {"decode": 10, "prefill": 18}
 
 
 def test_a_time_in_front_of_all_does_not_hide_the_carrier_behind_it(told: Told) -> None:

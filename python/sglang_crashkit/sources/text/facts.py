@@ -25,7 +25,8 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
             r"(?i)\b(?:failed|failure|refused|cannot|can't|could not|unable to|denied|timed? ?out|timeout|killed|lost"
             r"|out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|is dead"
             r"|unsupported|not ready yet|invalid|HSA_STATUS_ERROR_\w+|not supported|profiled value -\d+"
-            r"|unbound variable|command not found|mismatch|corruption|unhealthy|stuck|divergence|defunct|system boot)\b"
+            r"|unbound variable|command not found|mismatch(?:ed)?|corruption|unhealthy|stuck|divergence|defunct"
+            r"|system boot)\b"
         ),
     ),
     ("warning", re.compile(r"\bWARN(?:ING)?\b|^W\d{4}(?:\d{4})? \d\d:|Warning:")),

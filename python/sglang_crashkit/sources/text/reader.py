@@ -79,7 +79,7 @@ _GLOG = re.compile(r"(?:\[rank\d{1,5}\]:)?\[?[IWEF]\d{3,4}(?:\d{4})? (\d\d:\d\d:
 _AGREES_S = 900.0
 #: A process in a list of ``ps``, ``pgrep -a`` or ``top``, with its state where the list has it.
 _LISTED = re.compile(
-    r"(?:[a-z_][\w-]{0,31} +| *)(?P<pid>\d{1,8}) (?:.{0,160}?(?<=\s)(?P<state>[TtDZX])[LNsl+<]{0,5} )?.{0,200}"
+    r"(?:[a-z_][\w+-]{0,31} +| *)(?P<pid>[1-9]\d{0,7}) (?:.{0,160}?(?<=\s)(?P<state>[TtDZX])[LNsl+<]{0,5} )?.{0,200}"
     r"(?P<title>sglang::\S{1,80})"
 )
 _HEADING = re.compile(rf"[\W_]{{0,40}}((?:{_RANKS}[ _]?){{1,5}})[\W_]{{0,40}}$")
@@ -215,6 +215,7 @@ class _Stream:
 
     at: float = 0.0
     has_own_time: bool = False
+    ahead: float | None = None  # SGLang's clock minus the carrier's, in seconds, by the last line that has both times
     who: str = ""  # of the last line that named a process
     names: set[str] = field(default_factory=set)  # the first two of these names
     thread: str = ""
@@ -253,7 +254,7 @@ class _File:
     order: int
     is_pipe: bool
     has_own_clock: bool = False  # its lines have SGLang's own time, which may differ from the carrier's
-    ahead: float | None = None  # SGLang's clock minus the carrier's, in seconds, by the last line that has both times
+    ahead: float | None = None  # that of any stream, for streams without a line that has both times
     events: list[tuple[str, Event]] = field(default_factory=list)  # each with the key of its stream
     streams: dict[str, _Stream] = field(default_factory=lambda: defaultdict(_Stream))
     batches: dict[tuple[str, str, str, int], _Batches] = field(default_factory=dict)
@@ -451,13 +452,14 @@ class _File:
         if 'File \\"' in text:
             text = text.replace('\\"', '"')  # escaped in a JSON string
         own = _OWN.match(text) or _LOGGED.match(text) or _OWN_RANKS.match(text)
+        ahead = self.ahead if stream.ahead is None else stream.ahead
         if own:
             self._close(stream, key)
             stream.more = []
             if at := own["at"]:
                 self.date = at if len(at) == len(_NO_DATE) else self.date
                 stream.at, stream.has_own_time = seconds(self.date[: -len(at)] + at), True
-                self.ahead = stream.at - carried.at if carried.at else None
+                self.ahead = stream.ahead = stream.at - carried.at if carried.at else None
                 self.time = stream.at
             stream.who = _name(own["who"] or "")
             if stream.who and len(stream.names) < 2:
@@ -475,9 +477,9 @@ class _File:
         elif (date := _DATE.search(text[:200])) and (at := kernel_time(f"{date[1]} {date[2]}")):
             # The output of `date`: a person looked at the server then.
             stream.at = at
-        elif carried.at and self.ahead is not None and carried.at + self.ahead > stream.at + 1.0:
+        elif carried.at and ahead is not None and carried.at + ahead > stream.at + 1.0:
             # SGLang's clock has whole seconds, and may be in another time zone than the carrier's.
-            stream.at = float(int(carried.at + self.ahead))
+            stream.at = float(int(carried.at + ahead))
         elif carried.at and not stream.has_own_time and not self.has_own_clock:
             stream.at = carried.at
         if stream.traceback is not None and stream.traceback.take(text):
@@ -590,8 +592,8 @@ class _File:
         if release := facts.release_of(text):
             add(Arguments, who="", release=release)
         listed = _LISTED.match(text) if "sglang::" in text else None
-        if listed and (listed["state"] or listed["title"][-1].isdigit()):
-            # A rank in the list shows that it is there; a title that ``top`` cut off shows only a bad state.
+        if listed and (listed["state"] or (listed["title"][-1].isdigit() and not text[listed.end() :].strip())):
+            # A rank at the end of a line is in a list, so it is there; a title that is cut off shows only a bad state.
             sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"] or "")
             add(Stack, who=stacks.who_of(listed["title"]), sample=sample)
             return
@@ -735,9 +737,10 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
     if len({(nodes[one], sides[one]) for one in serving}) < len(serving):
         nodes |= {one: nodes[one] or names[one] for one in serving}
     # A pasted stack may have only a thread's id, and a list of processes beside it the name.
-    stacks_of = [(number, event) for number, reader in enumerate(readers) for _key, event in reader.events]
-    listed = {(number, one.sample.pid): one.who for number, one in stacks_of if isinstance(one, Stack) and one.who}
-    for one, event in ((one, event) for one, own in programs.items() for event in own):
+    every = [(one, event) for one, own in programs.items() for event in own]
+    stacks_of = [(one[0], event) for one, event in every if isinstance(event, Stack) and event.who]
+    listed = {(number, event.sample.pid): event.who for number, event in stacks_of if event.sample.pid}
+    for one, event in every:
         place: dict[str, Any] = {"node": nodes[one], "side": sides[one]} if nodes[one] or sides[one] else {}
         # Later output may cut or wrap the text or put it into a link, so secrets are removed here.
         fields = place | {name: redact_text(text) for name in ("text", "said") if (text := getattr(event, name, ""))}
