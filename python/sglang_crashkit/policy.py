@@ -1,6 +1,6 @@
 """What is done about an event: whether the main process is told or ended, and how the living are looked at.
 
-This is the one place that decides it; `srt.crash_exit` ends the main process's children.
+This is the one place that decides it; `srt.crash_exit` ends the main process, `srt.utils.common` its children.
 
 The kit observes and upstream decides. Where upstream would have let a process live, the kit does not signal it, and
 looks at it only by means that cannot hurt it. A server program is different where one of its own processes died or

@@ -115,7 +115,7 @@ class Table:
 def benchmark_parser(text: str | None) -> argparse.ArgumentParser:
     """Return the parser of a benchmark with this docstring: ``--quick`` and ``--json``."""
     parser = parser_of(text)
-    parser.add_argument("--quick", action="store_true", help="a few minutes: what is most worth knowing")
+    parser.add_argument("--quick", action="store_true", help="run the most important parts, in a few minutes")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     return parser
 
@@ -224,9 +224,9 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 INTRODUCTION = """\
-Made by `scripts/bench`: each benchmark runs the kit and SGLang as published in one run on one machine. `--help` of each
-says what its columns mean. Seconds of a machine with two cores are not those of yours; the ratios are what to look at.
-The load is that of the last 15 minutes: beside other work all seconds are longer."""
+Written by `scripts/bench`. Each benchmark runs the kit and SGLang as published on the same machine; its `--help`
+explains the columns. Compare the ratios, not the seconds, which depend on the machine. The load is the average of the
+15 minutes before the end of the run; other load makes all times longer."""
 
 #: A row of README's table each: what costs, and where its figure is: the benchmark, a row by its beginning, a column.
 COSTS = (

@@ -106,7 +106,7 @@ def test_each_rank_is_shown_with_its_node_and_place(cluster: Cluster, crowd: Cro
         ["n2", "TP1", "pid", str(crowd.ranks["n2"]), "T", "all_reduce"],
     ]
     assert any(line.startswith("TP1 on n2 is stopped (state T") for line in done.stdout.splitlines())
-    assert f"`kill -CONT {crowd.ranks['n2']}` lets TP1 on n2 go on" in done.stdout
+    assert f"`kill -CONT {crowd.ranks['n2']}` lets TP1 on n2 continue" in done.stdout
     assert "n2: 1 process (" in done.stderr
     explanation = (tmp_path / "explanation.txt").read_text().splitlines()
     assert explanation[: len(NODES)] == [line for line in done.stdout.splitlines() if line.startswith(("n1 ", "n2 "))]

@@ -114,7 +114,7 @@ def test_the_stopped_rank_is_seen_and_the_other_waits(story: Story) -> None:
 def test_the_verdict_names_the_rank_and_its_node(story: Story) -> None:
     verdict = story.collected.document["verdict"]
     assert (verdict["class"], verdict["level"], verdict["first"]) == ("stopped_process", "established", "TP1 on n2")
-    assert f"`kill -CONT {story.pids['n2']}` lets TP1 on n2 go on" in verdict["next"]
+    assert f"`kill -CONT {story.pids['n2']}` lets TP1 on n2 continue" in verdict["next"]
 
 
 def test_the_stacks_are_in_the_folder_of_each_node(story: Story) -> None:

@@ -558,6 +558,8 @@ class Failures:
         # What a person tried, without a time, beside the server's own log; a library's line is of the server.
         is_note = not event.at and not who and bool(self._case.logs) and event.file not in self._case.logs
         is_note = is_note and not _pattern("library_line").search(event.text)
+        if kind.startswith("startup_") and is_started and self._case.logs and event.file not in self._case.logs:
+            return  # another program's trouble is no failed start of a server that serves
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part,
             restart=row.restart_at(is_started or not (self._began or self._starts)), side=event.side, text=text,
@@ -593,6 +595,9 @@ class Failures:
         if not is_ours or (row.get("well") and is_well and (not is_known or event.kind == "hung_task")):
             return
         pids = {one.pid for one in self._case.kernel if one.kind == event.kind and one.pid}
+        killed = [one.who for one in self._exits if one.signal == "SIGKILL"]
+        if event.kind == "oom_count" and not killed:
+            return  # a count since the container's start
         if event.kind == "oom_kill" and not event.pid and pids:
             # A later line of the same kill names the process.
             return
@@ -603,6 +608,7 @@ class Failures:
         pid = event.pid or (pids.pop() if by_pid and len(pids) == 1 else 0)
         gpu, library = str(facts.get("gpu", "")), str(facts.get("library") or "")
         who = event.who or self._named(pid) or self._rank_of(gpu) or (f"pid {pid}" if by_pid and pid else None)
+        who = killed[0] if event.kind == "oom_count" else who
         if event.kind == "segfault" and not who:
             # The kernel logs the thread's id, other sources the process's; a stack tells more than this line.
             died = {one.who for one in self._exits if one.signal == "SIGSEGV"}

@@ -104,7 +104,7 @@ def read(case: Case) -> Signs:
     signs.part = component_of(words=signs.last_word) or ("gpu" if is_spinning else None)
     prose = (one for one in case.events if isinstance(one, Line) and one.file not in case.logs and not case.watched)
     told = [f"{one.source}: {one.text[:160]}" for one in prose if _pattern("complaint").search(one.text)]
-    told += [f"{one.source}: somebody waited, and gave up by Ctrl-C" for one in case.gave_up]
+    told += [f"{one.source}: a person stopped a waiting program with Ctrl-C" for one in case.gave_up]
     signs.complaint = told[:1]
     is_told = signs.complaint or (case.gpus and all(one.is_waiting for one in case.gpus))
     signs.stands_for = _stands_for(case, is_begun=is_begun, least=0.0 if is_told else _STANDS_S)

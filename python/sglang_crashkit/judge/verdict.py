@@ -65,6 +65,10 @@ def judge(case: Case) -> Verdict:
     led = next((one for one in earlier if one.kind != chosen.kind and one.weight > TELLING and one.because), None)
     if led is not None and not led.is_calm and not chosen.is_calm:
         steps += steps_of("led", line=led.because[0])
+    logs = {one.file for one in case.progress}
+    errors = (one for one in case.events if isinstance(one, Line) and one.level == "error" and one.file not in logs)
+    if chosen.kind == "no_incident" and logs and (beside := next(errors, None)) is not None:
+        steps += steps_of("beside", line=beside.text[:170])
     for text, count in case.loudest if chosen.kind in _SILENT else ():
         worst = "unexplained" if chosen.kind == "unknown" else "loudest"
         steps += steps_of(worst, text=text[:170], count=count if count > 1 else None)
@@ -94,7 +98,7 @@ def _headline(case: Case) -> str:
     if case.dumped:
         return f"the server ended with {case.dumped[0].unfinished} requests in flight; why is not in this evidence"
     seen = len([one for one in case.processes.values() if one.who])
-    return f"{len(case.events)} facts of {seen} processes; none tells a failure"
+    return f"{len(case.events)} events of {seen} processes; no event shows a failure"
 
 
 def search_query(case: Case, chosen: Finding) -> str:

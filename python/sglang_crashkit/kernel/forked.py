@@ -114,8 +114,8 @@ class ForkedCall:
                     os.kill(self.pid, signal.SIGKILL)
         if said[:1] == _DONE and len(said) <= most:
             return bytes(said[1:])
-        words = said[1:].decode(errors="replace") if said[:1] == _FAILED else "the process that tried died"
-        raise OSError(errno.EIO, words)
+        words = f"the answer is longer than {most} bytes" if said[:1] == _DONE else "the child process died"
+        raise OSError(errno.EIO, said[1:].decode(errors="replace") if said[:1] == _FAILED else words)
 
 
 def _answer(descriptor: int, work: Callable[[], bytes]) -> None:

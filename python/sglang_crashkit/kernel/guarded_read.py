@@ -74,7 +74,7 @@ class GuardedReader:
         try:
             until, how_long = self._skipped.get(target, (0.0, 0.0))
             if time.monotonic() < until:
-                raise BlockedReadError(errno.ETIMEDOUT, "it let a read wait lately", str(path))
+                raise BlockedReadError(errno.ETIMEDOUT, "a recent read of this process timed out", str(path))
             try:
                 data = self._read(path)
             except BlockedReadError:
@@ -104,7 +104,7 @@ class GuardedReader:
             if self._helper is None:
                 self._stuck = [pid for pid in self._stuck if not is_reaped(pid)]
                 if len(self._stuck) >= _MAX_STUCK:
-                    raise OSError(errno.EAGAIN, f"{_MAX_STUCK} reads that were given up have not ended yet")
+                    raise OSError(errno.EAGAIN, f"{_MAX_STUCK} helper processes of timed-out reads have not ended yet")
                 self._helper = _Helper()
             try:
                 return self._helper.read(path, time.monotonic() + self._deadline_secs)
@@ -114,7 +114,7 @@ class GuardedReader:
             except BlockedReadError:
                 self._end_helper()
                 raise
-        raise OSError(errno.EIO, "the process that reads for this one was killed", str(path))
+        raise OSError(errno.EIO, "the helper process that reads /proc was killed", str(path))
 
     def _end_helper(self) -> None:
         helper, self._helper = self._helper, None
@@ -189,9 +189,7 @@ class _Helper:
                     poller.poll(_STARVED_STEP_SECS * 1000)
                 # The helper may have answered since the last read, while this process waited for a processor.
                 elif not poller.poll(0):
-                    raise BlockedReadError(
-                        errno.ETIMEDOUT, "it did not let itself be read in time", str(path)
-                    ) from None
+                    raise BlockedReadError(errno.ETIMEDOUT, "the read did not finish in time", str(path)) from None
                 continue
             if not chunk:
                 raise EOFError

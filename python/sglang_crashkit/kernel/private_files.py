@@ -141,7 +141,7 @@ def write_named(path: Path, data: bytes) -> None:
     Also raises OSError, and replaces nothing, if `path` is a link or anything but a regular file.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     write_private(path, data)
 
 
@@ -175,7 +175,7 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     # Checked before `fdopen`, which raises for a folder and leaves the descriptor open.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 

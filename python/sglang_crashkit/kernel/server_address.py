@@ -42,11 +42,11 @@ class Address:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise UsageError(f"{url} is no URL: {error}", next_step=hint) from None
+            raise UsageError(f"{url} is not a URL: {error}", next_step=hint) from None
         if parts.username or parts.password or parts.query or parts.fragment:
             raise UsageError("the URL of a server has neither user, query nor fragment", next_step=hint)
         if parts.scheme not in _SCHEMES or not parts.hostname:
-            raise UsageError(f"{url} is no URL of a server", next_step=hint)
+            raise UsageError(f"{url} is not the URL of a server", next_step=hint)
         return cls(parts.scheme, parts.hostname, port or _SCHEMES[parts.scheme], parts.path.rstrip("/"))
 
     @property

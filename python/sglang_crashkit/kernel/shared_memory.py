@@ -136,7 +136,7 @@ def _why_not_ours(segment: Segment, dead: Mapping[int, int]) -> str:
     if not dead:
         return "a process of the server lives"
     if creator not in dead:
-        return f"its name bears the pid {creator}, which is not the server's"
+        return f"its name has the pid {creator}, which is not a process of the server"
     stat = procfs.read_stat(creator)
     if stat is not None and (stat.start_ticks != dead[creator] or stat.state not in "ZX"):
         return f"there is a process {creator}"
@@ -152,7 +152,7 @@ def why_in_use(candidates: Collection[Segment]) -> dict[Segment, str]:
         if not name.isdigit():
             continue
         if time.monotonic() >= deadline:
-            unknown = f"not every process could be asked within {_LOOK_SECS:g} s"
+            unknown = f"reading the mappings of all processes took more than {_LOOK_SECS:g} s"
             break
         try:
             mapped = mapped_by(int(name))
@@ -191,7 +191,7 @@ def _why_unseen() -> str:
     fields = [line.split(" ") for line in mounts]
     options = [option for mount in fields if mount[2:3] == ["proc"] for option in mount[3].split(",")]
     if any(option.startswith("hidepid=") and option not in ("hidepid=0", "hidepid=off") for option in options):
-        return "/proc hides the processes of others"
+        return "/proc hides other users' processes (hidepid)"
     return ""
 
 

@@ -133,7 +133,7 @@ class HeartbeatReader:
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
         self._modes = modes or {}
         if not is_sealed(descriptor, BYTES, MAGIC):
-            raise RingError("it is no heartbeat, or one of another layout")
+            raise RingError("it is not a heartbeat, or it has another layout")
         self._map = mmap.mmap(descriptor, BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("d")
 

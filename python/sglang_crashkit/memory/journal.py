@@ -182,7 +182,7 @@ def encode_begin(
     encoded = _encode_fields(fields, omitted, truncated, most // 4)
     sizes = len(encoded), len(encoded_text), len(ids)
     if BEGIN.size + sum(sizes) > most:
-        raise ValueError(f"what a request asks for takes {len(encoded)} bytes")
+        raise ValueError(f"the fields of a request take {len(encoded)} bytes")
     head = BEGIN.pack(_BEGUN, has_text, id_size, *sizes, number, seconds)
     return b"".join((head, encoded, encoded_text, ids))
 

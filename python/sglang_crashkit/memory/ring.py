@@ -305,7 +305,7 @@ def read_log(descriptor: int, most: int, deadline: float = math.inf) -> list[Log
     At most that many are in memory at a time. Nothing is read after `deadline`, by the monotonic clock.
 
     Raises:
-        RingError: it cannot be read or is no ring.
+        RingError: it cannot be read or is not a ring.
     """
     found = []
     records = RingReader(descriptor, LOG_HEAD.size + MAX_LOG_BYTES, deadline).records()
@@ -407,7 +407,7 @@ def read_blob(descriptor: int) -> bytes:
             return os.pread(descriptor, MAX_BLOB_BYTES, 0)
     except OSError as error:
         raise RingError(f"cannot be read: {error.strerror}") from error
-    raise RingError("is no sealed memory")
+    raise RingError("is not sealed memory")
 
 
 def _no_memory(error: Exception) -> RingError:
@@ -431,4 +431,4 @@ def _read_header(descriptor: int) -> tuple[int, bytes]:
         is_right = magic == MAGIC and zlib.crc32(head[: HEADER.size]) == checksum
         if is_right and _MIN_CAPACITY <= capacity <= min(_MAX_CAPACITY, size - _HEADER_BYTES):
             return capacity, mark
-    raise RingError("is no ring, was switched off, or its header is damaged")
+    raise RingError("is not a ring, was switched off, or its header is damaged")

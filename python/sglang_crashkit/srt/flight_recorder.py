@@ -87,7 +87,7 @@ def describe_collectives() -> bytes:
     document = pickle.loads(dump(True, _SYMBOLIZER in sys.modules, False))  # noqa: S301 - PyTorch's own
     entries = document["entries"] = document.get("entries", [])[-_MAX_ENTRIES:]
     if not entries:
-        return f"it keeps none: nothing was done over gloo, or {BUFFER_SIZE} is 0".encode()
+        return f"its flight recorder has no entries: no operation used gloo, or {BUFFER_SIZE} is 0".encode()
     short, users = functools.cache(shorten), dict[str, str]()
     for entry in entries:
         frames, group = entry.get("frames", ()), entry["process_group"][0]

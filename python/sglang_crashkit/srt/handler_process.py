@@ -68,7 +68,7 @@ def start(crash_folder: str | None) -> None:
             _keep(crash_folder)
             return
         if unknown := settings.unknown_variables(os.environ):
-            told = "crash kit: variables that this version does not know have no effect: %s"
+            told = "crash kit: unknown variables have no effect: %s"
             logger.warning(told, ", ".join(unknown))
         # Values that are set already belong to the server that started this one.
         for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
@@ -97,7 +97,7 @@ def start(crash_folder: str | None) -> None:
 def _keep(crash_folder: str | None) -> None:
     """Direct GPU cores and flight recorders to where the handler looks for them, also those of a second server."""
     if crash_folder and _kept.get("crash_folder") not in (None, str(Path(crash_folder).absolute())):
-        told = "crash kit: incidents of this program go to %s, as of its first server, and not to %s"
+        told = "crash kit: incidents of this program go to %s, the folder of its first server, not to %s"
         logger.warning(told, _kept["crash_folder"], crash_folder)
     for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
         # For the children: the program may have reset its environment since.

@@ -75,7 +75,7 @@ class RingHandler(logging.Handler):
                 ring.note(record.created, record.levelno, record.name, text)
         except Exception:
             self.ring = None
-            logger.warning("crash kit: log records are kept no longer", exc_info=True)
+            logger.warning("crash kit: log records are no longer kept", exc_info=True)
 
     def _text_of(self, record: logging.LogRecord) -> str | None:
         try:

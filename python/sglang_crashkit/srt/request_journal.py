@@ -159,7 +159,7 @@ class JournaledStates(dict[str, Any]):
             if not self._warned and journal.lost:
                 self._warned = True
                 logger.warning(
-                    "crash kit: the request journal is too small for the requests under way, the oldest are left out; "
+                    "crash kit: the request journal is too small for the requests in progress; the oldest are dropped; "
                     "next: set SGLANG_CRASHKIT_JOURNAL_MB higher"
                 )
         except Exception:

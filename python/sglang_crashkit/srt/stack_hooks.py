@@ -176,7 +176,7 @@ def _install(*, takes_over: bool) -> None:
             logger.warning("crash kit: hangs are not reported in this log: %s", error)
     state.listener = start_answering(files.socket, Mailbox(state.mailbox) if state.mailbox is not None else None)
     if procfs.catches_signal(stat.pid, DEFAULT_SIGNAL) or signal.getsignal(DEFAULT_SIGNAL) != signal.SIG_DFL:
-        logger.warning("crash kit: signal %d is in use here, so no stacks are written on it", DEFAULT_SIGNAL)
+        logger.warning("crash kit: signal %d is already in use in this process, so it writes no stacks", DEFAULT_SIGNAL)
     else:
         state.signal = DEFAULT_SIGNAL
         faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)

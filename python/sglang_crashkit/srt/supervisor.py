@@ -162,7 +162,7 @@ class Child:
     def how_it_ended(self) -> str:
         """Return how the process ended, in words."""
         if not self.exit.known:
-            return "ended, not known how"
+            return "ended with an unknown exit status"
         if self.exit.signal is None:
             return f"ended with exit status {self.exit.code}"
         return f"was killed by {self.exit.signal}{', the kernel wrote a core file' if self.exit.core_dumped else ''}"
@@ -277,7 +277,7 @@ class Serving(Supervisor):
             try:
                 self.turn()
             except Exception as error:  # noqa: BLE001 - the next turn may succeed
-                say_line(f"the workers could not be looked at: {type(error).__name__}: {error}")
+                say_line(f"the workers could not be checked: {type(error).__name__}: {error}")
                 self.clock.wait((), LOOK_SECS)
 
     def turn(self) -> None:
@@ -466,7 +466,7 @@ def join(*, is_ready: bool = False) -> None:
         # Checked before it is opened for writing: opening another process's file may have side effects.
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except PermissionError:
-        logger.warning("crash kit: the server's main process may not be inspected, so it does not know this process")
+        logger.warning("crash kit: this process is not registered: no permission to reach the server's main process")
         return
     except OSError:
         return

@@ -223,7 +223,7 @@ class Watcher:
             left = max(0.0, began + EVIDENCE_SECS - time.monotonic())
             death.incident = find_incident_of(death.pid, first.since, getattr(first.process, "args", None), left)
         except Exception:
-            logger.exception("crash kit: the evidence of %s is not whole", death.headline)
+            logger.exception("crash kit: the evidence of %s is incomplete", death.headline)
         if death.verdict:
             _say(f"[FIXTURE FAIL-FAST] incident: {death.verdict}")
         if death.folder is not None:

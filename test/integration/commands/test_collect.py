@@ -230,7 +230,7 @@ def test_the_verdict_names_it(story: Story) -> None:
     verdict = story.hung.document["verdict"]
     assert verdict["level"] == "established"
     assert (verdict["class"], verdict["first"]) == ("stopped_process", "TP1")
-    assert f"`kill -CONT {story.hung.process(RANKS[1])['pid']}` lets TP1 go on" in verdict["next"]
+    assert f"`kill -CONT {story.hung.process(RANKS[1])['pid']}` lets TP1 continue" in verdict["next"]
     # It is asked all the while.
     assert story.well.document["verdict"]["class"] in ("no_incident", "busy")
     assert story.well.document["verdict"]["first"] is None

@@ -152,7 +152,7 @@ def test_a_file_that_turned_into_a_pipe_is_named(log: Path, monkeypatch: pytest.
     monkeypatch.setattr(reader, "open_regular", open_after)
     shown = cli("explain", log.parent, status=ExitCode.PARTIAL)
     assert "gpu_hardware" in shown.out
-    assert f"{turns} cannot be read: is no regular file" in shown.err
+    assert f"{turns} cannot be read: it is not a regular file" in shown.err
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])

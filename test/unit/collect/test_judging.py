@@ -73,7 +73,7 @@ def test_a_helper_that_ended_is_nobody() -> None:
 def test_one_look_does_not_tell_work_from_a_hang() -> None:
     verdict, _case = judged(rounds([rank(0, RUNS)]))
     assert (verdict.kind, verdict.level) == ("busy", "unknown")
-    assert verdict.headline.endswith("one sample does not tell work from a hang")
+    assert verdict.headline.endswith("one sample cannot distinguish work from a hang")
     assert judged(rounds([rank(0, RUNS)], [rank(0, RUNS)]))[0].kind == "rank_stuck"
 
 

@@ -125,7 +125,7 @@ def test_a_disk_that_does_not_answer_is_waited_for_once(
     ("fault", "words"),
     [
         (lambda _folder: time.sleep(600), "did not answer within"),
-        (lambda _folder: os.kill(os.getpid(), 9), "the process that tried died"),
+        (lambda _folder: os.kill(os.getpid(), 9), "the child process died"),
     ],
     ids=["no disk answers", "the child dies"],
 )

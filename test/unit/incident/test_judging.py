@@ -82,7 +82,7 @@ def first(verdict: Verdict) -> int | None:
 DEAD = FailureEvent(10, 1.0, "thread", "its thread Thread-5 (decode_thread), which raised ValueError: no such page")
 GOES_ON = (
     "sglang::scheduler_TP0 (pid 10) goes on without its thread Thread-5 (decode_thread), which raised ValueError: no "
-    "such page; what prefill servers say of KV transfers is not taken in any more, and their requests hang."
+    "such page; what prefill servers report about KV transfers is no longer received, and their requests hang."
 )
 WAITS_FOR_IT, ELSEWHERE = "wait (threading.py:320)", "all_reduce (torch/distributed/distributed_c10d.py:3000)"
 

@@ -181,7 +181,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "ended, maybe of another's": incident("exit_status", TP1, end=STATUS, level="supported"),
     },
     ("unknown", UNK): {
-        "ended, not known how": incident("unknown", TP1, end=REAPED),
+        "exit status not known": incident("unknown", TP1, end=REAPED),
         "ended with its parent": incident("parent_ended", TP1, end=killed(cause="parent_ended")),
         "ended, another stopped": incident("unknown", TP1, end=REAPED, state={TP0: "T (stopped)"}),
         "nothing": incident(level=UNK),

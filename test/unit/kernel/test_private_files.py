@@ -117,9 +117,9 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_read(tmp_path: Path) ->
     os.mkfifo(tmp_path / "pipe")
     opened = descriptors()
     for name, why, why_unread in (
-        ("folder", "no regular file", "is no regular file"),
-        ("link", "no regular file", "levels of symbolic links"),
-        ("pipe", "no regular file", "is no regular file"),
+        ("folder", "not a regular file", "is not a regular file"),
+        ("link", "not a regular file", "levels of symbolic links"),
+        ("pipe", "not a regular file", "is not a regular file"),
         ("file/below", "Not a directory", "Not a directory"),
     ):
         with pytest.raises(OSError, match=why):

@@ -197,7 +197,7 @@ def test_where_processes_are_hidden_all_stays(left_behind, monkeypatch: pytest.M
     mounts = "proc /proc proc rw,relatime,hidepid=invisible 0 0\n"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", lambda *_args, **_kwargs: mounts)
-        assert why(segment, dead) == "/proc hides the processes of others"
+        assert why(segment, dead) == "/proc hides other users' processes (hidepid)"
 
 
 def test_a_name_that_was_given_again_is_another_segment(left_behind) -> None:

@@ -400,7 +400,7 @@ def test_a_header_that_is_not_its_own_makes_no_ring(magic: bytes, capacity: int)
     with new_ring() as writer:
         head = ring.HEADER.pack(magic, capacity, mark_of(writer))
         os.pwrite(writer.fd, head + ring.CHECKSUM.pack(zlib.crc32(head)), 0)
-        with pytest.raises(RingError, match="is no ring"):
+        with pytest.raises(RingError, match="is not a ring"):
             RingReader(writer.fd)
 
 

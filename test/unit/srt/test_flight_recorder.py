@@ -167,7 +167,7 @@ def test_each_process_group_has_sglangs_name_for_it(torch: Callable[..., Any], m
 
 @pytest.mark.parametrize(
     ("entries", "reason"),
-    [(None, "its PyTorch has no flight recorder of gloo"), ([], "it keeps none: nothing was done over gloo, or ")],
+    [(None, "its PyTorch has no flight recorder of gloo"), ([], "its flight recorder has no entries: no operation")],
 )
 def test_where_there_is_no_recorder_it_says_so(torch: Callable[..., Any], entries: Any, reason: str) -> None:
     torch(entries)

@@ -141,8 +141,8 @@ def left_in(temporary: Path) -> list[str]:
 def test_a_second_server_with_another_crash_folder_is_told_of_the_first(temporary: Path) -> None:
     core = f"{temporary}/crash/%h/core"
     with started(temporary, SECOND=str(temporary / "other"), CUDA_COREDUMP_FILE=core) as program:
-        said = f"WARNING crash kit: incidents of this program go to {temporary}/crash, as of its first server"
-        assert program.lines[1:] == [f"{said}, and not to {temporary}/other"]
+        said = f"WARNING crash kit: incidents of this program go to {temporary}/crash, the folder of its first server"
+        assert program.lines[1:] == [f"{said}, not to {temporary}/other"]
         assert program.environ["CUDA_COREDUMP_FILE"] == core
     assert not (temporary / "other").exists()
 
@@ -190,7 +190,7 @@ def test_engines_that_are_launched_at_once_share_a_handler(temporary: Path) -> N
         # Variables of another version are named once.
         unknown = "SGLANG_CRASHKIT_HANG_SEC, SGLANG_CRASHKIT_QUARANTINED"
         assert program.lines == [
-            f"WARNING crash kit: variables that this version does not know have no effect: {unknown}",
+            f"WARNING crash kit: unknown variables have no effect: {unknown}",
             f"INFO crash kit: incidents of this server go to {temporary}/crash/host/incidents",
         ]
         assert program.handler is not None

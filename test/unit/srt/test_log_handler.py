@@ -167,7 +167,7 @@ def test_one_that_fails_is_switched_off_with_one_warning(
     handler.ring.close()
     log(handler, "one")
     log(handler, "two")
-    assert [one.getMessage() for one in caplog.records] == ["crash kit: log records are kept no longer"]
+    assert [one.getMessage() for one in caplog.records] == ["crash kit: log records are no longer kept"]
 
 
 def test_the_handler_is_given_the_ring_once(listener: Listener) -> None:

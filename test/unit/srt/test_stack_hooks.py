@@ -102,7 +102,7 @@ def test_where_nothing_is_to_be_armed_nothing_is(
 def test_a_signal_that_is_in_use_is_left_alone(runtime: Path, use: str) -> None:
     done = run(runtime, f"{use}\nbefore = signal.getsignal(45)\n{INSTALL}print(signal.getsignal(45) is before)")
     assert done.stdout == "True\n"
-    assert "signal 45 is in use here, so no stacks are written on it" in done.stderr
+    assert "signal 45 is already in use in this process, so it writes no stacks" in done.stderr
 
 
 @pytest.mark.parametrize("end", ["abort", "pause"])

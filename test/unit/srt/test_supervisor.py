@@ -155,7 +155,7 @@ def test_one_below_a_wrapper_is_known(serving: Serving) -> None:
         ([(5.0, -9), (9.0, -9)], 5.1, ["child_failed"], "Rank 0 scheduler (sglang::scheduler_TP0, pid"),
         ([(9.0, 0), (5.0, 3)], 5.0, ["child_failed"], "ended with exit status 3"),
         ([(9.0, 1), (5.0, 0)], 9.0, ["draining", "child_failed"], "ended with exit status 1"),
-        ([(5.0, 0), (99.0, 0)], 15.0, ["draining", "child_failed"], "0, and this did not follow: Rank 1 scheduler ("),
+        ([(5.0, 0), (99.0, 0)], 15.0, ["draining", "child_failed"], "; these processes did not end with it: Rank 1 "),
         ([(5.0, 0), (9.0, 0)], 9.0, ["draining"], ""),
     ],
 )

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 REPORT = "report.md"
 #: Files that the kit makes from facts: they hold no text of a request or of the server's own messages.
 _WITHOUT_PROMPTS = ("environment.json", "gpu/facts.json", "gpu/*flight_recorder*", "stacks/*", "ranks/*.steps.jsonl")
+#: The fields of a template that hold words of a log or of a request; not those of the code, which is public.
+_QUOTES = re.compile(r"\{(?:line|text|word|error|controls)\}")
 _DOCUMENT = "incident.json"
 _ZSTD = ".tar.zst"
 _LEVEL = 10
@@ -159,9 +161,11 @@ def _quotes_message(step: str) -> bool:
     """Say whether a next step quotes a message or a log."""
     from sglang_crashkit.judge.knowledge import load
 
-    templates = load("findings")["steps"]
-    heads = (re.split(r"[\[{]", one)[0] for name in ("before", "loudest") for one in templates[name])
-    return "/issues?q=" in step or step.startswith(tuple(heads))
+    tables = load("findings")
+    lists = (*tables["steps"].values(), *(row.get("next", ()) for row in tables["findings"].values()))
+    quoting = (one for some in lists for one in some if isinstance(one, str) and _QUOTES.search(one))
+    heads = (re.split(r"[\[{]", one)[0] for one in quoting)
+    return "/issues?q=" in step or step.startswith(tuple(filter(None, heads)))
 
 
 def _without_messages(value: Any, messages: list[str]) -> Any:

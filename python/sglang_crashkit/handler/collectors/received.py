@@ -172,7 +172,7 @@ class HeldMemory:
             self._give_back(process)
 
     def _problem_of(self, descriptor: int) -> str:
-        return "" if is_ring(descriptor) else "it is no ring"
+        return "" if is_ring(descriptor) else "it is not a ring"
 
     def _give_back(self, process: TrackedProcess) -> None:
         for held in self.held.pop(process, ()):

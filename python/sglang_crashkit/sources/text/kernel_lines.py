@@ -22,6 +22,8 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
         ("oom_kill", r"oom-kill:constraint=\w+.{0,400}?,task=(?P<name>[^,]{1,32}),pid=(?P<pid>\d+)"),
         ("oom_kill", r"(?P<name>[\w:. -]{1,32}) invoked oom-killer"),
+        # A line of ``memory.events``, a file of the memory cgroup.
+        ("oom_count", r"^oom_kill (?P<number>[1-9]\d{0,8})$"),
         (
             "segfault",
             r"(?P<name>[\w:.-]{1,32})\[(?P<pid>\d+)\]: segfault at (?:.{0,200}? in (?P<library>[^\s\[]{1,120}))?",
@@ -68,6 +70,7 @@ def is_telling(text: str) -> bool:
         or "oom-kill:constraint" in text
         or "invoked oom-killer" in text
         or "ut of memory: Kill" in text
+        or re.match(r"oom_kill [1-9]\d{0,8}$", text) is not None
         or ("segfault at " in text and " ip " in text)
         or ("blocked for more than" in text and "INFO: task" in text)
     )

@@ -737,10 +737,10 @@ def _placed(readers: Sequence[_File]) -> Iterator[Event]:
     if len({(nodes[one], sides[one]) for one in serving}) < len(serving):
         nodes |= {one: nodes[one] or names[one] for one in serving}
     # A pasted stack may have only a thread's id, and a list of processes beside it the name.
-    stacks_of = [(number, event) for number, reader in enumerate(readers) for _key, event in reader.events]
-    in_lists = ((number, one.sample.pid, one.who) for number, one in stacks_of if isinstance(one, Stack))
-    listed = {(number, pid): who for number, pid, who in in_lists if pid and who}
-    for one, event in ((one, event) for one, own in programs.items() for event in own):
+    every = [(one, event) for one, own in programs.items() for event in own]
+    stacks_of = [(one[0], event) for one, event in every if isinstance(event, Stack) and event.who]
+    listed = {(number, event.sample.pid): event.who for number, event in stacks_of if event.sample.pid}
+    for one, event in every:
         place: dict[str, Any] = {"node": nodes[one], "side": sides[one]} if nodes[one] or sides[one] else {}
         # Later output may cut or wrap the text or put it into a link, so secrets are removed here.
         fields = place | {name: redact_text(text) for name in ("text", "said") if (text := getattr(event, name, ""))}

@@ -198,7 +198,7 @@ class Following(Supervisor):
             notify("draining")
         if self._patience() == 0.0:
             names = ", ".join(child.label() for child in self.living())
-            self._fail(ended[0], f", and this did not follow: {names}")
+            self._fail(ended[0], f"; these processes did not end with it: {names}")
 
     def _patience(self) -> float | None:
         """Return the seconds that the other processes have left to end after the first did; None if unlimited."""

@@ -28,7 +28,7 @@ def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> H
     """Return a heartbeat of this process, `who` in the log; None if detection of hangs is off, or see `held_memory`."""
     if not Settings.from_environ().hang_secs:
         return None
-    return held_memory("heartbeat", HeartbeatWriter, f"hangs of this {who} are not noticed", describe)
+    return held_memory("heartbeat", HeartbeatWriter, f"hangs of this {who} are not detected", describe)
 
 
 @never_raises

@@ -88,7 +88,7 @@ def kill_own_group() -> None:
         signals.kill_group(group)
         return
     logger.warning(
-        "crash kit: process group %d holds %d processes that are not the server's, which are left alive: %s; "
+        "crash kit: process group %d has %d processes of other programs, which are not killed: %s; "
         "next: start the server in a session of its own (setsid)",
         group,
         len(foreign),

@@ -167,7 +167,7 @@ def forward_modes() -> dict[str, str]:
 def _switch_off() -> None:
     """Stop the heartbeat, and log the exception being handled."""
     global _words, _is_off
-    logger.warning("crash kit: hangs of this scheduler are not noticed any more", exc_info=True)
+    logger.warning("crash kit: hangs of this scheduler are no longer detected", exc_info=True)
     words, _words, _is_off = _words, None, True
     if words is not None:
         # From now on the heartbeat does not change, which is not a hang.

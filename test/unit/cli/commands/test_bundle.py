@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from sglang_crashkit.judge.finding import steps_of
 from unit.support.command import Cli
 from unit.support.stored import golden, make_incident
 
@@ -48,6 +49,7 @@ def test_a_bundle_holds_the_folder_and_a_report(incident: Path, tmp_path: Path, 
     assert [left.name for left in tmp_path.iterdir() if left.name.startswith(".x")] == []
 
 
+LOGGED = "a line of a log with words of a request"
 CANARY = 'CANARY: "quoted", ünïcode and a second line that no one else may read; CANARY.'
 
 
@@ -59,7 +61,10 @@ def test_without_prompts_nothing_that_may_hold_one_is_in_the_bundle(incident: Pa
     document["verdict"]["basis"] = [f"TP1 raised ValueError: {CANARY[:50]}..."]
     # As explain has its words in an address.
     query = "https://github.com/sgl-project/sglang/issues?q=ValueError+CANARY+quoted+and+second"
-    document["cause"] = {"class": "exception", "next_steps": ["wait", f"search upstream's issues: {query}"]}
+    steps = [f"search upstream's issues: {query}"]
+    for name in ("before", "led", "beside", "engine", "loudest", "unexplained"):
+        steps += steps_of(name, line=LOGGED, text=LOGGED)
+    document["cause"] = {"class": "exception", "next_steps": ["wait", *steps]}
     kept = {
         "environment.json": json.dumps({"command_line": "python -m x", "versions": {"torch": "2"}}),
         "stacks/scheduler_TP1-8.txt": "Process 8: x\n",
@@ -93,7 +98,7 @@ def test_without_prompts_nothing_that_may_hold_one_is_in_the_bundle(incident: Pa
         "prompts": False,
         "left_out": sorted({*left_out, "link", "stacks/pipe"}),
     }
-    signs = [b"CANARY", b"no one else may", b"quoted", "ünïcode".encode(), b"n\\u00efcode"]
+    signs = [b"words of a request", b"CANARY", b"no one else may", b"quoted", "ünïcode".encode(), b"n\\u00efcode"]
     assert [(name, sign) for name, data in packed.items() for sign in signs if sign in data] == []
     assert json.loads(packed["incident.json"])["verdict"]["text"] == "TP1 raised ValueError: <redacted> TP0 is well."
     assert b'File "a.py", line 1, in f' in packed["report.md"]

@@ -168,7 +168,7 @@ def test_a_stopped_process_is_captured_and_left_stopped(tmp_path: Path, gdb: Pat
     assert "asked for" not in native.read_text()
     assert "by the snapshots (established): TP0 is stopped (state T, until somebody sends SIGCONT)" in printed
     assert "class    stopped_process: " in printed
-    assert f"`kill -CONT {process.pid}` lets TP0 go on" in printed
+    assert f"`kill -CONT {process.pid}` lets TP0 continue" in printed
 
 
 def test_a_process_that_gives_nothing_makes_it_a_part(tmp_path: Path, collect: Cli) -> None:

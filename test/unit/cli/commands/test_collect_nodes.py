@@ -165,7 +165,7 @@ def test_the_ranks_of_all_hosts_are_one_result(hosts: Hosts) -> None:
         "",
     ]
     assert lines[5].startswith("TP1 on h1 is stopped (state T")
-    assert "next     1. `kill -CONT 17` lets TP1 on h1 go on" in lines
+    assert "next     1. `kill -CONT 17` lets TP1 on h1 continue" in lines
     verdict = json.loads((hosts.output / "verdict.json").read_text())
     assert (verdict["via"], verdict["verdict"]["level"], verdict["silent"]) == ("python", "established", [])
 

@@ -173,7 +173,7 @@ def test_a_page_replaces_no_folder(tmp_path: Path, cli: Cli, monkeypatch: pytest
     path = make_incident(tmp_path)
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    why = "cannot be written: it is no regular file\n  next: --html FILE, another one\n"
+    why = "cannot be written: it is not a regular file\n  next: --html FILE, another one\n"
     assert cli("show", path, "--html", target, status=1).err.endswith(why)
     assert (tmp_path / "folder").is_dir()
 

@@ -363,7 +363,7 @@ def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path, writer: Jou
     off.invalidate()
     told = export([(8, off.fd), (7, writer.fd)], tmp_path)
     assert told.unfinished == 1
-    assert "the journal of process 8 is no ring" in told.reason
+    assert "the journal of process 8 is not a ring" in told.reason
 
 
 def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path, writer: JournalWriter) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from sglang_crashkit.kernel.procfs import read_wchan
 from unit.support.server_driver import Server, Start
+from unit.support.targets import state_of
 from unit.support.waiting import wait_until
 
 Document = dict[str, Any]
@@ -76,6 +77,8 @@ def fail(start_server: Start, name: str) -> Server:
     wait_until(lambda: all("pipe" in read_wchan(pid) for pid in server.ranks.values()), "the ranks wait for more")
     # Only one: who of several is silent first is chance.
     server.strike("scheduler_TP1", fault)
+    if fault == "SIGSTOP":
+        wait_until(lambda: state_of(server.ranks["scheduler_TP1"]) == "T", "it is stopped")
     for command in commands:
         server.ask(command)
     return server
