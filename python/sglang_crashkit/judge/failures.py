@@ -159,14 +159,13 @@ class Failures:
         self._own = {"127.0.0.1", "::1", *(re.sub(r":\d+$", "", str(one)).strip("[]") for one in own)}
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
-        lines = [one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical")]
-        bad = {one.file: one.place for one in sorted((*lines, *self._raises), key=lambda one: one.place)}
+        self._errors = [one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical")]
+        bad = {one.file: one.place for one in sorted((*self._errors, *self._raises), key=lambda one: one.place)}
         infos = (one for one in case.events if isinstance(one, Line) and one.level == "info" and one.who)
         # What each process did last: its stages, and its lines after the last error of its log.
         self._calm: dict[tuple[str, str], list[Place]] = {}
         for one in (*stages, *(it for it in infos if it.place > bad.get(it.file, (0.0, 0)))):
             self._calm.setdefault((one.who, one.file), []).append(one.place)
-        self._of_engines = [one for one in lines if component_of(words=one.text) in ("mooncake", "nixl")]
         self._whole = {(one.error.type, one.error.frames[:1]) for one in self._raises if not one.is_cut}
         inner = {frame.function for one in self._raises for error in one.chain for frame in error.frames}
         self._raised_at_start = any(_pattern("start").search(name) for name in inner if name != "<module>")
@@ -177,6 +176,11 @@ class Failures:
         stops = [one for one in case.stops if one.place > min(self._began, default=(0.0, 0))]
         self._asked = [one for one in stops if "sigquit" not in (text := one.text.lower()) and "child" not in text]
         self._end = min((one.place for one in stops if one.by != "signal" or one in self._asked), default=None)
+
+    @functools.cached_property
+    def _of_engines(self) -> list[Line]:
+        """The errors of transfer engines, in order."""
+        return [one for one in self._errors if component_of(words=one.text) in ("mooncake", "nixl")]
 
     def find(self) -> Iterator[Finding]:
         """Yield a finding for each event that shows one, adjusted by the other findings."""
