@@ -446,6 +446,8 @@ class Failures:
             who = who or ("" if is_started else event.side)
             if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
                 who = " on ".join(filter(None, (who, gpu[0])))
+        # The process that a text blames did not raise the exception itself.
+        told = (event.who or (is_launch and "main process") or role) if named.get("who") else who
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
         text, name = _first_line(error.text), error.type.rpartition(".")[2]
         if not name:
@@ -460,7 +462,7 @@ class Failures:
             most=_MAX_HEADLINE, kind=kind, who=who,
             level="established" if row.sure and frames and not event.is_cut else "supported",
             component=part, restart=row.restart_at(is_started) if is_phase_known else row.restart,
-            subject=f"the {who} server" if who and who == event.side else f"{who or 'a process'}{side}", name=name,
+            subject=f"the {told} server" if told and told == event.side else f"{told or 'a process'}{side}", name=name,
             thread=event.thread, place=inner and f"{inner.function} ({inner.file}:{inner.line})",
             phase=is_phase_known and ("while it served" if is_started else "before it was ready"), text=text,
             steps=_steps(row, named, error.text, arguments, error.frames),

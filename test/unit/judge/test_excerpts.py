@@ -25,5 +25,6 @@ def test_an_excerpt_is_told(name: str, tmp_path: Path) -> None:
     assert (verdict.kind, verdict.first) == (expected["class"], expected["first"])
     assert verdict.component == expected.get("part", verdict.component)
     assert verdict.level == expected.get("level", verdict.level)
+    assert expected.get("headline", "") in verdict.headline
     assert expected.get("says", "") in "\n".join(verdict.next)
     assert expected.get("not_said", "\0") not in "\n".join(verdict.next)
