@@ -19,7 +19,7 @@ from sglang_crashkit.judge.activity import is_own
 from sglang_crashkit.judge.components import component_of, is_switched_on, is_telling, way_out
 from sglang_crashkit.judge.finding import TELLING, Finding, Place, fill_steps, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
-from sglang_crashkit.judge.topology import name_nodes, topology_of
+from sglang_crashkit.judge.topology import Topology, name_nodes, topology_of
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import (
     Arguments,
@@ -187,72 +187,83 @@ class Failures:
         found = [*self._found()]
         if not any(one.weight >= 37 for one in found):
             found += self._vanished()
+        if any(one.kind == "asked_to_stop" for one in found):
+            found = [one for one in found if one.weight != _CUT_OFF]  # part of the output of Ctrl-C
+        for one in found:
+            one.is_consequence |= self._follows(one, found)
         # Only a name with a number is certain: several processes may have the same role.
         sure = sorted((it for it in found if it.weight >= 50 and not it.is_consequence), key=lambda it: it.where)
         first = next((it.who for it in (*sure, self._case.watched) if it and re.search(r"\d", it.who or "")), None)
         first = first or next(filter(None, (_only(self._case, one) for one in self._dumps)), None)
-        named = {one.who for one in found if one.weight >= 41}
-        layout, arguments = topology_of(self._case), self._case.arguments
-        seen = (part for one in self._raises if (part := component_of(one.error.frames)) not in _NOTICED)
-        said = ("aiter" for one in self._case.events if isinstance(one, Line) and "aiter" in one.text)
-        on = (name for name in _known("suspects") if is_switched_on(name, arguments))
-        suspect = next((name for some in (on, seen, said) for name in some), "gpu")
         stacks = (one.because[1:] for one in found if one.kind in ("aborted", "fatal_signal"))
         noticed = next((frames[0] for frames in stacks if frames), "")
+        layout = topology_of(self._case)
         for one in found:
-            if one.kind in ("killed", "exited", "aborted") and one.weight < 40:
-                # A finding that is itself a consequence can explain an exit status, but not a signal.
-                is_told = any(
-                    other.weight >= 41 and (other.where < one.where or not (one.where[0] and other.where[0]))
-                    for other in found
-                    if one.kind == "exited" or not other.is_consequence
-                )
-                # SGLang ends its processes once one failed; a process that no stronger finding names failed by itself.
-                one.is_consequence = is_told and (one.kind == "exited" or not one.who or one.who in named)
-            if one.kind in ("cuda_fault", "gpu_hardware", "aborted", "kv_pool_leak") and one.who is None and first:
-                # The event is the GPU's or a library's; the name of the process comes from another finding.
-                one.who, one.level = first, "supported"
-            if one.kind == "cuda_fault" and one.component in _NOTICED:
-                one.component = suspect
-                if noticed and noticed not in one.headline:
-                    one.next = [*steps_of("noticed", place=noticed), *one.next]
-                if way := way_out(one.component, arguments, is_seen=False):
-                    others = [step for step in one.next if not step.startswith("the scheduler part")]
-                    one.next = [*steps_of("suspect", part=one.component, way=way), *others]
-            is_loading = one.kind in ("killed", "host_oom") and self._is_loading
-            is_loading = is_loading and one.component in (None, "cgroup", "scheduler")
-            if is_loading or (one.kind == "gpu_oom_at_start" and any("create_weights" in it for it in one.because)):
-                one.component = "model_loader"
-            is_of_stage = not self._case.is_started and one.kind in ("startup_failed", "unsupported_configuration")
-            part = _known("part_of_stage").get(self._stage) if is_of_stage else None
-            one.component = one.component or _known("usual_part").get(one.kind) or part
-            if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who:
-                one.level = "supported"
-            if one.kind == "disk_full" or (one.is_consequence and one.kind in _known("told_by_the_left")):
-                # All ranks of one node have its address.
-                is_alone = bool(self._starts) and layout.nodes == 1 and not layout.side
-                peer = None if is_alone else _pattern("peer").search(one.headline)
-                one.who = peer[1] if peer and peer[1] not in self._own else None
-            if (
-                one.kind in ("transfer_failed", "transfer_stuck")
-                and self._of_engines
-                and one.component == "pd_transfer"
-            ):
-                one.next = [*steps_of("engine", line=self._of_engines[0].text[:170]), *one.next]
+            self._name(one, first, layout)
+            self._place(one, noticed)
             if one.kind == "connection_lost" and layout.nodes > 1:
-                told = {server.values.get("node_rank") for server in self._case.servers}
-                unseen = [node for node in layout.unseen_nodes if node not in told]
-                names = name_nodes(unseen)
-                one.who = names if len(unseen) == 1 else one.who
-                one.headline = f"the connection to a rank of another node broke ({names or 'all seen'}): {one.headline}"
-                one.next[:0] = steps_of("other_node", nodes=names)
-            if one.weight == _CUT_OFF and any(other.kind == "asked_to_stop" for other in found):
-                continue  # part of the output of Ctrl-C
+                self._of_another_node(one, layout)
+            if one.component == "pd_transfer" and one.kind in ("transfer_failed", "transfer_stuck"):
+                lines = (steps_of("engine", line=line.text[:170]) for line in self._of_engines[:1])
+                one.next = [*next(lines, []), *one.next]
+        yield from found
+
+    def _follows(self, one: Finding, found: Sequence[Finding]) -> bool:
+        """Return whether another finding explains this one."""
+        if one.weight == _CUT_OFF:
             # An exception without its class explains less than any finding that tells what failed.
-            one.is_consequence |= one.weight == _CUT_OFF and any(
-                other.weight > TELLING and not (other.is_consequence and other.kind == "exited") for other in found
-            )
-            yield one
+            others = (it for it in found if not (it.is_consequence and it.kind == "exited"))
+            return any(other.weight > TELLING for other in others)
+        if one.kind not in ("killed", "exited", "aborted") or one.weight >= TELLING:
+            return False
+        # A finding that is itself a consequence can explain an exit status, but not a signal.
+        others = (it for it in found if it.weight > TELLING and (one.kind == "exited" or not it.is_consequence))
+        is_told = any(it.where < one.where or not (one.where[0] and it.where[0]) for it in others)
+        # SGLang ends its processes once one failed; a process that no stronger finding names failed by itself.
+        is_named = one.who in {it.who for it in found if it.weight > TELLING}
+        return is_told and (one.kind == "exited" or not one.who or is_named)
+
+    def _name(self, one: Finding, first: str | None, layout: Topology) -> None:
+        """Set who failed where the event of a finding does not tell it, or names a process that noticed it."""
+        if one.kind in ("cuda_fault", "gpu_hardware", "aborted", "kv_pool_leak") and one.who is None and first:
+            # The event is the GPU's or a library's; the name of the process comes from another finding.
+            one.who, one.level = first, "supported"
+        if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who:
+            one.level = "supported"
+        if one.kind == "disk_full" or (one.is_consequence and one.kind in _known("told_by_the_left")):
+            # All ranks of one node have its address.
+            is_alone = bool(self._starts) and layout.nodes == 1 and not layout.side
+            peer = None if is_alone else _pattern("peer").search(one.headline)
+            one.who = peer[1] if peer and peer[1] not in self._own else None
+
+    def _place(self, one: Finding, noticed: str) -> None:
+        """Set the part where the event of a finding does not tell it, or shows only where it was noticed."""
+        arguments = self._case.arguments
+        if one.kind == "cuda_fault" and one.component in _NOTICED:
+            seen = (part for it in self._raises if (part := component_of(it.error.frames)) not in _NOTICED)
+            said = ("aiter" for it in self._case.events if isinstance(it, Line) and "aiter" in it.text)
+            on = (name for name in _known("suspects") if is_switched_on(name, arguments))
+            one.component = next((name for some in (on, seen, said) for name in some), "gpu")
+            if noticed and noticed not in one.headline:
+                one.next = [*steps_of("noticed", place=noticed), *one.next]
+            if way := way_out(one.component, arguments, is_seen=False):
+                others = [step for step in one.next if not step.startswith("the scheduler part")]
+                one.next = [*steps_of("suspect", part=one.component, way=way), *others]
+        is_loading = one.kind in ("killed", "host_oom") and self._is_loading
+        is_loading = is_loading and one.component in (None, "cgroup", "scheduler")
+        if is_loading or (one.kind == "gpu_oom_at_start" and any("create_weights" in it for it in one.because)):
+            one.component = "model_loader"
+        is_of_stage = not self._case.is_started and one.kind in ("startup_failed", "unsupported_configuration")
+        part = _known("part_of_stage").get(self._stage) if is_of_stage else None
+        one.component = one.component or _known("usual_part").get(one.kind) or part
+
+    def _of_another_node(self, one: Finding, layout: Topology) -> None:
+        told = {server.values.get("node_rank") for server in self._case.servers}
+        unseen = [node for node in layout.unseen_nodes if node not in told]
+        names = name_nodes(unseen)
+        one.who = names if len(unseen) == 1 else one.who
+        one.headline = f"the connection to a rank of another node broke ({names or 'all seen'}): {one.headline}"
+        one.next[:0] = steps_of("other_node", nodes=names)
 
     def _found(self) -> Iterator[Finding]:
         is_pair = len({event.side for event in self._case.events} - {""}) > 1
