@@ -539,44 +539,34 @@ class Failures:
             yield finding_of("leak_warned", (0.0, -1), because, text=text)
         if is_harmless and all(isinstance(one, Line) for one in self._case.events):
             yield finding_of("only_warned", (float("inf"), 1), because, text=text)
-        # The process went on with its start, so this line did not end it.
-        calm, end = self._calm.get((event.who, event.file), ()), self._next_start(event)
-        goes_on = event.at and not is_started and any(event.place < one < end for one in calm)
-        is_end = _pattern("end_of_process").search(event.text)
         found = self._row_of(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
-        secs = _LASTING_S if is_end or (found and found[0].stays) else _OUTLIVED_S
-        if is_harmless or self._is_outlived(event, secs) or goes_on or found is None:
+        if is_harmless or found is None or self._is_survived(event, found[0], is_started=is_started):
             return
         row, named = found
         kind = row.kind_at(is_started)
-        part = component_of(words=event.text, arguments=self._case.arguments)
+        is_foreign = bool(self._case.logs) and event.file not in self._case.logs
+        if kind.startswith("startup_") and is_started and is_foreign:
+            return  # another program's trouble is no failed start of a server that serves
+        part, code = component_of(words=event.text, arguments=self._case.arguments), ""
         by_words = "router" if _pattern("router_line").search(event.text) else ""
         by_pid = f"worker (pid {named['pid']})" if "pid" in named else ""
         who = named.get("who") or row.who_is or event.who or by_words or by_pid
-        code = ""
         if not who and (following := self._next(self._raises, event)):
             # A library's line names no process; the exception that its caller raises next does.
             frames = [frame for error in following.chain for frame in error.frames]
             who, code = following.who or _role("", frames), following.error.code
             of_frames = component_of(frames, arguments=self._case.arguments)
             part = of_frames if part in _NOTICED and is_telling(of_frames) else part
-        elif not who and (ended := self._next(self._exits, event)):
-            who = ended.who
-        who = who or (self._fell_silent(event) if is_end else "")
         part = row.part_of(part)
-        sides = (one for one in ("prefill", "decode") if one in event.text.lower() and one != event.side)
-        who = next(sides, who) if kind == "peer_lost" else who
-        side = event.side if part in _known("of_a_pair") else ""
-        who = who or side or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
+        who = who or self._who_ended(event, kind, part)
+        if kind == "peer_lost":
+            who = next((one for one in ("prefill", "decode") if one in event.text.lower() and one != event.side), who)
         # The server of the other side says itself what failed there, or its transfer engine does.
         raised = (one.side for one in self._raises if one.error.type)
         engines = (one.side for one in self._of_engines if abs(one.at - event.at) < _NEXT_S)
         is_blamed = row.blames and any(side not in ("", event.side) for side in (*raised, *engines))
         # What a person tried, without a time, beside the server's own log; a library's line is of the server.
-        is_note = not event.at and not who and bool(self._case.logs) and event.file not in self._case.logs
-        is_note = is_note and not _pattern("library_line").search(event.text)
-        if kind.startswith("startup_") and is_started and self._case.logs and event.file not in self._case.logs:
-            return  # another program's trouble is no failed start of a server that serves
+        is_note = is_foreign and not event.at and not who and not _pattern("library_line").search(event.text)
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part,
             restart=row.restart_at(is_started or not (self._began or self._starts)), side=event.side, text=text,
@@ -585,6 +575,21 @@ class Failures:
             is_consequence=row.follows or is_blamed,
             weight=min(most, 38 if is_note else 100, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
+
+    def _is_survived(self, event: Line, row: _Row, *, is_started: bool) -> bool:
+        """Return whether the process that logged a line, or its server, went on after it."""
+        is_end = _pattern("end_of_process").search(event.text)
+        if self._is_outlived(event, _LASTING_S if is_end or row.stays else _OUTLIVED_S):
+            return True
+        calm, end = self._calm.get((event.who, event.file), ()), self._next_start(event)
+        return bool(event.at) and not is_started and any(event.place < one < end for one in calm)
+
+    def _who_ended(self, event: Line, kind: str, part: str | None) -> str:
+        """Return the process that a line without a name is of, by what ended after it; empty if nothing shows it."""
+        ended = self._next(self._exits, event)
+        silent = self._fell_silent(event) if _pattern("end_of_process").search(event.text) else ""
+        who = (ended.who if ended else "") or silent or (event.side if part in _known("of_a_pair") else "")
+        return who or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
 
     def _next(self, events: Sequence[_Event], event: Event) -> _Event | None:
         """Return the first of `events`, sorted by place, after `event` if it follows at once; else None."""
