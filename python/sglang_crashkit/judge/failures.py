@@ -422,38 +422,22 @@ class Failures:
         self, event: Raised, row: _Row, named: dict[str, str], error: Error, frames: Sequence[Frame], *,
         is_started: bool, role: str,
     ) -> Finding:  # fmt: skip
-        kind = row.kind_at(is_started)
-        # The line before a traceback belongs to it only if it ends with a colon; else it may be any line.
-        said = "" if "hit an exception" in event.said or not event.said.rstrip().endswith(":") else event.said
-        others = " ".join(one.text for one in event.chain if one is not error)
-        words = f"{error.type}: {_first_line(error.text)} {said} {others}"
-        arguments = self._case.arguments
-        part = component_of(error.frames or frames, words, arguments=arguments)
-        # The original exception may be in a component that every batch passes; other frames then tell more.
-        outer = component_of(frames, arguments=arguments)
-        part = row.part_of(outer if is_telling(outer) and part in (None, "scheduler") else part)
+        kind, arguments = row.kind_at(is_started), self._case.arguments
+        part = row.part_of(self._part_of_raised(event, kind, error, frames))
         part = part or component_of(words=error.text, arguments=arguments)
         if kind == "startup_version" and part is None and error.frames and "/" in (file := error.frames[0].file):
             # The package that raised it; in SGLang's code, the component of the module that could not be imported.
             part = component_of(words=file) if is_own(error.frames[0]) else file.partition("/")[0] or None
-        if kind == "connection_lost" and any("torch/distributed/" in frame.file for frame in error.frames[:1]):
-            part = "distributed_init"
-        who = named.get("who") or row.who_is or event.who
         # Python imports the package before the module that `python -m` names.
         in_launch = r"launch_server|cli/serve|entrypoints/(?:engine|http_server)"
         is_launch = any(re.search(in_launch, it.file) or it.function == "_get_module_details" for it in frames)
         is_launch = is_launch and not is_started
+        who = named.get("who") or row.who_is or event.who
         if not who and not is_started and role == "tokenizer":
             # Before the server is ready, the tokenizer's functions run in the main process.
             who = "main process" if is_launch else ""
         elif not who:
-            known = role if role != "scheduler" or not self._case.schedulers else ""
-            # Ray names the actor in whose process an exception was raised; the innermost actor is last.
-            texts = [one.text for one in event.chain if not role and kind in ("startup_failed", "exception")]
-            actors = [found[1] for text in texts if (found := re.search(r"\bray::(\w{1,80})[.:]", text))]
-            known = known or (event.side if part in _known("of_a_pair") else "") or (actors[-1] if actors else "")
-            who = known or _only(self._case, event)
-            who = who or ("" if event.is_cut and role == "scheduler" else role) or ("main process" if is_launch else "")
+            who = self._who_raised(event, kind, part, role) or ("main process" if is_launch else "")
             who = who or ("" if is_started else event.side)
             if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
                 who = " on ".join(filter(None, (who, gpu[0])))
@@ -484,6 +468,29 @@ class Failures:
             is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
         )  # fmt: skip
+
+    def _part_of_raised(self, event: Raised, kind: str, error: Error, frames: Sequence[Frame]) -> str | None:
+        """Return the part that an exception's frames and words show; `frames` are those of its whole chain."""
+        # The line before a traceback belongs to it only if it ends with a colon; else it may be any line.
+        said = "" if "hit an exception" in event.said or not event.said.rstrip().endswith(":") else event.said
+        others = " ".join(one.text for one in event.chain if one is not error)
+        words = f"{error.type}: {_first_line(error.text)} {said} {others}"
+        part = component_of(error.frames or frames, words, arguments=self._case.arguments)
+        # The original exception may be in a component that every batch passes; other frames then tell more.
+        outer = component_of(frames, arguments=self._case.arguments)
+        part = outer if is_telling(outer) and part in (None, "scheduler") else part
+        if kind == "connection_lost" and any("torch/distributed/" in frame.file for frame in error.frames[:1]):
+            return "distributed_init"
+        return part
+
+    def _who_raised(self, event: Raised, kind: str, part: str | None, role: str) -> str:
+        """Return the process that raised an exception in which nothing names it; empty if nothing shows it."""
+        known = role if role != "scheduler" or not self._case.schedulers else ""
+        # Ray names the actor in whose process an exception was raised; the innermost actor is last.
+        texts = [one.text for one in event.chain if not role and kind in ("startup_failed", "exception")]
+        actors = [found[1] for text in texts if (found := re.search(r"\bray::(\w{1,80})[.:]", text))]
+        known = known or (event.side if part in _known("of_a_pair") else "") or (actors[-1] if actors else "")
+        return known or _only(self._case, event) or ("" if event.is_cut and role == "scheduler" else role)
 
     def _next_start(self, event: Event) -> Place:
         """Return the place of the next start of the event's server, or of any beside its log; infinity without one."""
