@@ -551,7 +551,8 @@ class Failures:
             return
         row, named = found
         kind = row.kind_at(is_started)
-        is_foreign = bool(self._case.logs) and event.file not in self._case.logs
+        # An incident holds only the logs of its server.
+        is_foreign = self._case.watched is None and bool(self._case.logs) and event.file not in self._case.logs
         if kind.startswith("startup_") and is_started and is_foreign:
             return  # another program's trouble is no failed start of a server that serves
         part, code = component_of(words=event.text, arguments=self._case.arguments), ""
