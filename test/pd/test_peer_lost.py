@@ -38,7 +38,7 @@ SIGNS = {"prefill": "heartbeat", "decode": "failed_transfer"}
 #: What comes after the loss is no second one.
 AFTER_S = 12.0
 #: So long a decode server takes to ask for a request that it has, in seconds.
-ASK_S = 10.0
+ASK_S = 2.0
 COLLECT_S = 120.0
 RIDS = ["waits-1", "waits-2", "waits-3"]
 PROMPT = "Once upon a time"
