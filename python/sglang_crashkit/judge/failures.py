@@ -203,9 +203,9 @@ class Failures:
             self._place(one, noticed)
             if one.kind == "connection_lost" and layout.nodes > 1:
                 self._of_another_node(one, layout)
-            if one.component == "pd_transfer" and one.kind in ("transfer_failed", "transfer_stuck"):
-                lines = (steps_of("engine", line=line.text[:170]) for line in self._of_engines[:1])
-                one.next = [*next(lines, []), *one.next]
+            is_transfer = one.component == "pd_transfer" and one.kind in ("transfer_failed", "transfer_stuck")
+            if is_transfer and self._of_engines:
+                one.next[:0] = steps_of("engine", line=self._of_engines[0].text[:170])
         yield from found
 
     def _follows(self, one: Finding, found: Sequence[Finding]) -> bool:
@@ -429,7 +429,7 @@ class Failures:
             # The package that raised it; in SGLang's code, the component of the module that could not be imported.
             part = component_of(words=file) if is_own(error.frames[0]) else file.partition("/")[0] or None
         # Python imports the package before the module that `python -m` names.
-        in_launch = r"launch_server|cli/serve|entrypoints/(?:engine|http_server)"
+        in_launch = "launch_server|cli/serve|entrypoints/(?:engine|http_server)"
         is_launch = any(re.search(in_launch, it.file) or it.function == "_get_module_details" for it in frames)
         is_launch = is_launch and not is_started
         who = named.get("who") or row.who_is or event.who

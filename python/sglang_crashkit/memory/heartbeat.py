@@ -16,7 +16,7 @@ page to a slow disk, and a killed process leaves a segment of ``/dev/shm`` behin
     word 5   how many requests the last batch has
     word 6   forward mode of the last batch, a number of the release
     word 7   how many input tokens the last batch has, if it is an extend
-    word 8   when the current garbage collection of Python began, in seconds, 0 if there is none
+    word 8   when the current garbage collection of Python began, in seconds, 0 between two
     word 9   how many garbage collections took longer than `LONG_SECS`
     word 10  how long the last one of these took, in seconds
     word 11  when that one ended, in seconds
@@ -76,7 +76,7 @@ class Heartbeat:
     mode: str = ""  # such as ``extend`` or ``decode``; empty if unknown
     tokens: int = 0
     is_waiting: bool = False  # the process waits for the next message, which may take any time
-    #: When the current garbage collection began; 0 if there is none. Other threads collect garbage too, so this and the
+    #: When the current garbage collection began; 0 between two. Other threads collect garbage too, so this and the
     #: fields below are no sign that the scheduler makes progress.
     collecting_since: float = field(default=0.0, compare=False)
     long_collections: int = field(default=0, compare=False)
